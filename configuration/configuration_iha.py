@@ -1,0 +1,134 @@
+"""IHAConfig: Llama's configuration plus what Interleaved Head Attention (arXiv:2602.21371) adds."""
+
+from transformers import LlamaConfig
+
+ROPE_PHASES = ("shared", "interleaved", "fractional")
+MIXING_INITS = ("exact", "identity", "normal")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Fields that some Llama config.json files carry although Llama's forward ignores them; in IHA they have a meaning.
+_WITHOUT_MEANING_IN_LLAMA = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+
+
+class IHAConfig(LlamaConfig):
+    r"""
+    Configuration of an IHA model: every field of [`LlamaConfig`] with its meaning there, and the following.
+
+    Args:
+        num_pseudo_heads (`int` or `list[int]`, defaults to 2):
+            P, the pseudo-heads per head: one number for all layers, or one per layer. A layer with P = 1 is
+            Llama's own layer and has no mixing parameters.
+        rope_phases (`str`, defaults to `"shared"`):
+            The position at which RoPE turns pseudo-head j (0-based) of token n: `"shared"` n, `"interleaved"`
+            n P + j (the paper's), `"fractional"` n + j / P.
+        mixing_init (`str`, defaults to `"exact"`):
+            How missing mixing tensors are filled: `"exact"` keeps the function of the Llama model and lets the
+            pseudo-heads learn different things, `"identity"` makes pure copies, `"normal"` draws N(0, std).
+        mixing_init_std (`float`, defaults to 0.1):
+            Standard deviation of the noise of `"exact"` and of the draws of `"normal"`, above 0 and at most 16.
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` per layer. Default: all sliding where `sliding_window` is
+            set, else all full.
+        sliding_window (`int`, *optional*):
+            W in tokens, the token itself counted: a sliding layer's token n sees tokens n-W+1 .. n.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names the field, the value and what is.
+
+    ```python
+    >>> from modeling_iha import IHAConfig, IHAForCausalLM
+
+    >>> model = IHAForCausalLM(IHAConfig(num_hidden_layers=2, num_pseudo_heads=[2, 1]))
+    ```"""
+
+    model_type = "iha"
+    # Mixing needs all heads of a token, so tensor parallelism splits the MLP and leaves attention whole.
+    base_model_tp_plan = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    num_pseudo_heads: int | list[int] = 2
+    rope_phases: str = "shared"
+    mixing_init: str = "exact"
+    mixing_init_std: float = 0.1
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.layer_types is None:
+            # Transformers' caches read an unset layer_types in their own way, so it is always set.
+            default = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [default] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        self._validate_iha()
+
+    def get_num_pseudo_heads(self, layer_idx: int) -> int:
+        """P of one layer."""
+        return self.num_pseudo_heads if isinstance(self.num_pseudo_heads, int) else self.num_pseudo_heads[layer_idx]
+
+    @classmethod
+    def from_llama(cls, llama_config: LlamaConfig, num_pseudo_heads: int | list[int] = 2, **fields) -> "IHAConfig":
+        """
+        The IHA configuration of a Llama model.
+
+        Args:
+            llama_config (`LlamaConfig`): the configuration of the Llama model; it is not changed.
+            num_pseudo_heads (`int` or `list[int]`): P, for all layers or one per layer.
+            fields: any other field of `IHAConfig`.
+
+        Raises:
+            ValueError: the configuration is not a Llama model's, or a field has a value that is not allowed.
+        """
+        if llama_config.model_type != "llama":
+            raise ValueError(f"model_type={llama_config.model_type!r} is not supported: only 'llama' becomes IHA.")
+        llama_fields = {
+            name: value
+            for name, value in llama_config.to_dict().items()
+            if name not in ("model_type", "architectures", *_WITHOUT_MEANING_IN_LLAMA)
+        }
+        architectures = [name.replace("Llama", "IHA", 1) for name in llama_config.architectures or []] or None
+        return cls(**{**llama_fields, "architectures": architectures, "num_pseudo_heads": num_pseudo_heads, **fields})
+
+    def _validate_iha(self):
+        self.validate_architecture()
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if groups < 1 or heads % groups:
+            raise ValueError(f"num_key_value_heads={groups} must divide num_attention_heads={heads}.")
+
+        if isinstance(self.num_pseudo_heads, tuple):
+            self.num_pseudo_heads = list(self.num_pseudo_heads)
+        per_layer = self.num_pseudo_heads if isinstance(self.num_pseudo_heads, list) else [self.num_pseudo_heads]
+        if not per_layer or any(type(value) is not int or value < 1 for value in per_layer):
+            raise ValueError(
+                f"num_pseudo_heads={self.num_pseudo_heads!r} must be an integer of at least 1, or a list of them."
+            )
+        for name in ("num_pseudo_heads", "layer_types"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{name}={value!r} has {len(value)} entries: it must have one per layer, "
+                    f"num_hidden_layers={self.num_hidden_layers}."
+                )
+
+        _check_choice("rope_phases", self.rope_phases, ROPE_PHASES)
+        _check_choice("mixing_init", self.mixing_init, MIXING_INITS)
+        for layer_type in self.layer_types:
+            _check_choice("layer_types", layer_type, LAYER_TYPES)
+        std = self.mixing_init_std
+        if isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 < std <= 16:
+            raise ValueError(f"mixing_init_std={std!r} must be a number above 0 and at most 16.")
+        window = self.sliding_window
+        if window is not None and (type(window) is not int or window < 1):
+            raise ValueError(f"sliding_window={window!r} must be None or an integer of at least 1.")
+        if window is None and "sliding_attention" in self.layer_types:
+            raise ValueError("sliding_window=None must be an integer where layer_types has 'sliding_attention'.")
+
+
+def _check_choice(field: str, value, allowed: tuple[str, ...]):
+    if value not in allowed:
+        raise ValueError(f"{field}={value!r} must be one of {', '.join(map(repr, allowed))}.")
+
+
+__all__ = ["IHAConfig"]

@@ -1,0 +1,119 @@
+"""Carries a file byte for byte: hard link, reflink where the file system can, else copy."""
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .checkpoint import CheckpointError
+
+FICLONE = 0x40049409  # ioctl of Linux: share the blocks of another file
+CHUNK = 64 << 20
+
+
+def is_carried(source: Path, target: Path) -> bool:
+    """Whether an earlier run has carried this very file: same size and time of change."""
+    if not target.exists():
+        return False
+    there, here = source.stat(), target.stat()
+    return there.st_size == here.st_size and there.st_mtime_ns == here.st_mtime_ns
+
+
+def carry(source: Path, target: Path, link: bool, on_bytes: Callable[[int], None]) -> None:
+    """
+    Brings `source` to `target`; the name `target` appears only when the file is whole.
+
+    Args:
+        source: the real file (no symbolic link).
+        target: the file to make; its folder exists.
+        link: hard-link instead of copying.
+        on_bytes: told of each number of bytes done.
+
+    Raises:
+        CheckpointError: the disk is full, or the source changed meanwhile.
+    """
+    before = source.stat()
+    partial = target.with_name(target.name + ".partial")
+    partial.unlink(missing_ok=True)
+    if link:
+        os.link(source, partial)
+        on_bytes(before.st_size)
+    else:
+        with source.open("rb") as reader, partial.open("wb") as writer:
+            if _reflink(reader, writer):
+                on_bytes(before.st_size)
+            else:
+                _copy(reader, writer, on_bytes)
+        os.utime(partial, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = source.stat()
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        partial.unlink()
+        raise CheckpointError(f"{source.name}: the file changed while it was carried; run again when it is at rest.")
+    os.replace(partial, target)
+
+
+def require_room(files: list[tuple[Path, Path]], folder: Path, link: bool) -> None:
+    """
+    Refuses before the first byte what could not be carried.
+
+    Args:
+        files: (source, target) pairs; targets that an earlier run carried count nothing.
+        folder: an existing folder of the file system that the targets go to.
+        link: whether weights will be hard-linked.
+
+    Raises:
+        CheckpointError: hard links cannot be made there, or the files do not fit on the disk.
+    """
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=folder) as scratch:
+        probe = Path(scratch) / "probe"
+        if link:
+            try:
+                os.link(files[0][0], probe)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{files[0][0].name}: --link cannot hard-link it into {folder} ({error.strerror}); choose a "
+                    "destination on the same file system, or leave --link away."
+                ) from error
+            return
+        with files[0][0].open("rb") as reader, probe.open("wb") as writer:
+            if _reflink(reader, writer):
+                return
+    needed = sum(source.stat().st_size for source, target in files if not is_carried(source, target))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free; make room, choose another "
+            "destination, or use --link."
+        )
+
+
+def _reflink(reader, writer) -> bool:
+    try:
+        fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())
+    except OSError:
+        return False
+    return True
+
+
+def _copy(reader, writer, on_bytes: Callable[[int], None]) -> None:
+    in_kernel = hasattr(os, "copy_file_range")
+    while True:
+        try:
+            if in_kernel:
+                done = os.copy_file_range(reader.fileno(), writer.fileno(), CHUNK)
+            else:
+                done = writer.write(reader.read(CHUNK))
+                writer.flush()
+        except OSError as error:
+            if in_kernel and error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                in_kernel = False  # some pairs of file systems lack the call; the positions did not move
+                continue
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CheckpointError(f"{writer.name}: the disk is full; make room and run again.") from error
+            raise
+        if not done:
+            return
+        on_bytes(done)

@@ -1,0 +1,206 @@
+"""The command line: `iha convert`, `iha verify`."""
+
+import json
+import sys
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Interleaved Head Attention: convert Llama checkpoints, and prove that they compute the same.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console()
+
+
+class RopePhases(StrEnum):
+    shared = "shared"
+    interleaved = "interleaved"
+    fractional = "fractional"
+
+
+class MixingInit(StrEnum):
+    exact = "exact"
+    identity = "identity"
+
+
+class DType(StrEnum):
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+SOURCE = Annotated[str, typer.Argument(help="Llama checkpoint: a safetensors folder, a .gguf file, or a Hub id.")]
+REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+DTYPES = Annotated[
+    list[DType], typer.Option("--dtype", help="In which dtype to compare on prompts; may be given several times.")
+]
+NEW_TOKENS = Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt.")]
+DEVICE = Annotated[str, typer.Option(help="Where the models run: cpu, cuda, ...")]
+
+
+@app.command()
+def convert(
+    source: SOURCE,
+    destination: Annotated[Path, typer.Argument(help="Folder to make.")],
+    num_pseudo_heads: Annotated[
+        str, typer.Option("--num-pseudo-heads", "-p", help="P: one number, or one per layer: 2,2,1,2.")
+    ] = "2",
+    rope_phases: Annotated[
+        RopePhases, typer.Option(help="Position of pseudo-heads; only 'shared' keeps Llama's function.")
+    ] = RopePhases.shared,
+    mixing_init: Annotated[
+        MixingInit, typer.Option(help="'exact' keeps the function and learns; 'identity' makes pure copies.")
+    ] = MixingInit.exact,
+    mixing_init_std: Annotated[float, typer.Option(help="Size of the noise of 'exact'.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of that noise.")] = 0,
+    revision: REVISION = None,
+    gguf_dtype: Annotated[DType, typer.Option(help="What a GGUF file is dequantised to.")] = DType.float32,
+    link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a destination that is an IHA folder.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="End by running both models on prompts, as verify does.")
+    ] = True,
+    dtype: DTYPES = [DType.float32],  # noqa: B006
+    device: DEVICE = "cpu",
+) -> None:
+    """
+    Convert a Llama checkpoint into an IHA one that computes the same.
+
+    Weight files are carried byte for byte; run the command again after an interruption and it goes on.
+    """
+    from .convert import convert as run
+    from .verify import DTYPES as TORCH_DTYPES
+
+    with _errors():
+        reasons = run(
+            source,
+            destination,
+            _parse_counts(num_pseudo_heads),
+            rope_phases=rope_phases.value,
+            mixing_init=mixing_init.value,
+            mixing_init_std=mixing_init_std,
+            seed=seed,
+            revision=revision,
+            gguf_dtype=TORCH_DTYPES[gguf_dtype.value],
+            link=link,
+            overwrite=overwrite,
+        )
+    console.print(f"Converted: {destination}", highlight=False)
+    if reasons:
+        console.print("Not the function of the source, as asked for:", highlight=False)
+        for reason in reasons:
+            console.print(f"  {reason}", highlight=False)
+    elif check:
+        verify(source, destination, dtype, False, 64, device, revision, False)
+    else:
+        console.print("The mixing tensors keep the function exactly. To run both models: iha verify", highlight=False)
+
+
+@app.command()
+def verify(
+    source: SOURCE,
+    destination: Annotated[Path, typer.Argument(help="The IHA folder.")],
+    dtype: DTYPES = [DType.float32],  # noqa: B006
+    structure_only: Annotated[
+        bool, typer.Option("--structure-only", help="The proof alone, without running the models.")
+    ] = False,
+    new_tokens: NEW_TOKENS = 64,
+    device: DEVICE = "cpu",
+    revision: REVISION = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """
+    Check that an IHA folder computes what its Llama source computes.
+
+    First the structural proof: every tensor of the source is there byte for byte, and the mixing tensors meet the
+    conditions under which the function is Llama's. Then both models run on prompts. Exit code 0 where all holds,
+    else 1.
+    """
+    from .verify import DTYPES as TORCH_DTYPES
+    from .verify import verify as run
+
+    dtypes = () if structure_only else tuple(TORCH_DTYPES[name.value] for name in dict.fromkeys(dtype))
+    with _errors():
+        result = run(source, destination, dtypes, new_tokens=new_tokens, device=device, revision=revision)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        _print(result)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+def _print(result) -> None:
+    if result.reasons:
+        console.print(f"Structure: NOT the source's function, {len(result.reasons)} reasons", highlight=False)
+        for reason in result.reasons[:20]:
+            console.print(f"  {reason}", highlight=False)
+        if len(result.reasons) > 20:
+            console.print(f"  and {len(result.reasons) - 20} more (--json has all)", highlight=False)
+    else:
+        console.print(
+            f"Structure: proved equal. {result.tensors} tensors byte for byte, mixing keeps the function.",
+            highlight=False,
+        )
+    if result.comparisons:
+        table = Table(title="On prompts", title_justify="left")
+        table.add_column("")
+        for comparison in result.comparisons:
+            table.add_column(comparison.dtype, justify="right")
+        for label, show in _ROWS:
+            table.add_row(label, *(show(comparison) for comparison in result.comparisons))
+        console.print(table)
+    console.print("OK" if result.ok else "FAILED", highlight=False)
+
+
+_ROWS = (
+    ("loss, source", lambda c: f"{c.loss_source:.6f}"),
+    ("loss, IHA", lambda c: f"{c.loss_destination:.6f}"),
+    ("largest logit", lambda c: f"{c.largest_logit:.3f}"),
+    ("max difference of logits", lambda c: f"{c.max_difference:.2e}"),
+    ("mean difference of logits", lambda c: f"{c.mean_difference:.2e}"),
+    ("max / largest logit", lambda c: f"{c.max_difference / c.largest_logit:.2e}"),
+    ("allowed for rounding", lambda c: f"{c.tolerance:.0e}"),
+    ("KL divergence, nats a token", lambda c: f"{c.kl_divergence:.2e}"),
+    (
+        "prompts with equal greedy tokens",
+        lambda c: f"{c.greedy_prompts - len(c.divergences)} of {c.greedy_prompts} x {c.greedy_tokens}",
+    ),
+    (
+        "where they part, lead of the first token",
+        lambda c: ", ".join(f"{d.lead:.1e}" for d in c.divergences) or "-",
+    ),
+    ("explained by rounding", lambda c: "yes" if c.explained else "NO"),
+)
+
+
+def _parse_counts(text: str) -> int | list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} must be a number, or numbers with commas between them.") from error
+    return counts[0] if len(counts) == 1 else counts
+
+
+@contextmanager
+def _errors():
+    """Errors that a user can mend are one line, not a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"iha: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    app()

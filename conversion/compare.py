@@ -1,0 +1,141 @@
+"""The numeric comparison of two causal models on prompts: loss, logits, KL divergence, greedy tokens."""
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+# The largest logit difference that rounding explains, relative to the largest logit.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea, there lived a girl who",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Question: Tom has 3 boxes with 12 pencils each and gives away 7 pencils. How many are left?\nAnswer:",
+    "In the beginning God created the heaven and the earth. And the earth was without form, and void;",
+    "Water boils at a lower temperature on a mountain because",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "The keys are: red 41, blue 17, green 88. The number of the blue key is",
+)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where greedy decoding of a prompt parts: the new token's index, and Llama's lead of its first token there."""
+
+    prompt: int
+    token: int
+    lead: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far two models are apart in one dtype; `explained` tells whether rounding accounts for all of it."""
+
+    dtype: str
+    loss_source: float
+    loss_destination: float
+    max_difference: float
+    mean_difference: float
+    largest_logit: float
+    kl_divergence: float
+    greedy_prompts: int
+    greedy_tokens: int
+    divergences: tuple[Divergence, ...]
+    tolerance: float
+
+    @property
+    def explained(self) -> bool:
+        # Two logits may each move by the largest difference before greedy decoding takes the other one.
+        ties = all(divergence.lead <= 2 * self.max_difference for divergence in self.divergences)
+        return self.max_difference <= self.tolerance * self.largest_logit and ties
+
+
+@dataclass(frozen=True)
+class _Run:
+    logits: list[torch.Tensor]
+    loss: float
+    greedy: list[torch.Tensor]
+    leads: list[torch.Tensor]
+
+
+def compare(
+    source: Path,
+    destination: Path,
+    dtype: torch.dtype,
+    prompts: tuple[str, ...] = PROMPTS,
+    new_tokens: int = 64,
+    device: str = "cpu",
+) -> Comparison:
+    """
+    Runs both models, one after the other, on the same prompts.
+
+    Args:
+        source, destination: folders that AutoModelForCausalLM loads; the tokenizer is the source's.
+        dtype: in which both compute.
+        prompts: texts; the loss is the mean over all their tokens but the first.
+        new_tokens: greedy tokens per prompt.
+        device: where the models run.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    batches = [tokenizer(prompt, return_tensors="pt").input_ids.to(device) for prompt in prompts]
+    first = _run(source, batches, dtype, new_tokens, device)
+    second = _run(destination, batches, dtype, new_tokens, device)
+
+    differences = [(a - b).abs() for a, b in zip(first.logits, second.logits, strict=True)]
+    tokens = sum(len(difference) for difference in differences)
+    divergences = []
+    for prompt, (a, b) in enumerate(zip(first.greedy, second.greedy, strict=True)):
+        length = min(len(a), len(b))
+        parted = (a[:length] != b[:length]).nonzero()
+        if len(parted):
+            token = int(parted[0])
+            divergences.append(Divergence(prompt, token, float(first.leads[prompt][token])))
+    return Comparison(
+        dtype=str(dtype).removeprefix("torch."),
+        loss_source=first.loss,
+        loss_destination=second.loss,
+        max_difference=max(float(difference.max()) for difference in differences),
+        mean_difference=sum(float(difference.mean(-1).sum()) for difference in differences) / tokens,
+        largest_logit=max(float(logits.abs().max()) for logits in first.logits),
+        kl_divergence=sum(_kl(a, b) for a, b in zip(first.logits, second.logits, strict=True)) / tokens,
+        greedy_prompts=len(prompts),
+        greedy_tokens=new_tokens,
+        divergences=tuple(divergences),
+        tolerance=TOLERANCE[dtype],
+    )
+
+
+@torch.no_grad()
+def _run(folder: Path, batches: list[torch.Tensor], dtype: torch.dtype, new_tokens: int, device: str) -> _Run:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    run = _Run([], 0.0, [], [])
+    nll, count = 0.0, 0
+    for batch in logging.tqdm(batches, desc=f"{model.config.model_type} {dtype}", unit="prompt"):
+        logits = model(batch).logits[0].double()
+        nll += float(torch.nn.functional.cross_entropy(logits[:-1], batch[0, 1:], reduction="sum"))
+        count += batch.shape[1] - 1
+        run.logits.append(logits.cpu())
+        generated = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        run.greedy.append(generated.sequences[0, batch.shape[1] :].cpu())
+        top = torch.cat([step.double() for step in generated.logits]).topk(2).values
+        run.leads.append((top[:, 0] - top[:, 1]).cpu())
+    del model
+    gc.collect()
+    return _Run(run.logits, nll / count, run.greedy, run.leads)
+
+
+def _kl(source: torch.Tensor, destination: torch.Tensor) -> float:
+    log_p, log_q = source.log_softmax(-1), destination.log_softmax(-1)
+    return float(torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum"))

@@ -1,0 +1,122 @@
+"""The structural proof that an IHA checkpoint computes its Llama source: no model is run, any size takes seconds."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from configuration_iha import IHAConfig
+
+from .checkpoint import Checkpoint, TensorEntry, resolve_inside
+
+CHUNK = 16 << 20
+
+
+def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str]:
+    """
+    The conditions under which a layer's function is Llama's. With shared phases and keys that are identity copies,
+    the last pseudo-head of a token gives the P copies of each token it sees the same logit, so an attention weight w
+    becomes P weights w / P, and values whose mean is the plain value add up to Llama's output; the collapse must read
+    that pseudo-head and no other, with plain queries in it.
+
+    Args:
+        config: of the IHA model.
+        mixing: its mixing tensors by name; layers with P = 1 have none.
+
+    Returns:
+        What is not met, a line each; empty where the function is Llama's.
+    """
+    reasons = []
+    if not all(layer_type == "full_attention" for layer_type in config.layer_types):
+        reasons.append("layer_types: a sliding layer does not see all that Llama's sees")
+    if config.rope_phases != "shared" and any(
+        config.get_num_pseudo_heads(layer) > 1 for layer in range(config.num_hidden_layers)
+    ):
+        reasons.append(f"rope_phases: {config.rope_phases!r} phases turn the copies of a token apart")
+    for name, tensor in mixing.items():
+        tensor = tensor.double()
+        identity = torch.eye(tensor.shape[-1], dtype=torch.float64)
+        if name.endswith("q_mix") and not torch.equal(tensor[-1], identity):
+            reasons.append(f"{name}: the last pseudo-query is not the plain query")
+        elif name.endswith("k_mix") and not torch.equal(tensor, identity.expand_as(tensor)):
+            reasons.append(f"{name}: the pseudo-keys are not identity copies")
+        elif name.endswith("v_mix") and not torch.equal(tensor.sum(0), identity * len(tensor)):
+            reasons.append(f"{name}: the mean of the pseudo-values is not the plain value")
+        elif name.endswith("collapse.weight") and not (
+            torch.equal(tensor[:, -1], identity) and not tensor[:, :-1].any()
+        ):
+            reasons.append(f"{name}: it does not read the last pseudo-head alone")
+    return reasons
+
+
+def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
+    """
+    The whole proof: the same configuration, every Llama tensor byte for byte, and mixing as `check_mixing` asks.
+
+    Returns:
+        What is not met, a line each; empty where the function is proved to be the same.
+    """
+    config = IHAConfig.from_dict(dict(iha.config))
+    mixing_names = {name for name in iha.tensors if ".mixer." in name or ".collapse." in name}
+    reasons = _check_fields(llama.config, config)
+    reasons += [f"{name}: not in the source" for name in iha.tensors.keys() - mixing_names - llama.tensors.keys()]
+    reasons += [f"{name}: not in the destination" for name in llama.tensors.keys() - iha.tensors.keys()]
+    reasons += _check_bytes(llama, iha, sorted(llama.tensors.keys() & iha.tensors.keys()))
+    for layer in range(config.num_hidden_layers):
+        count = sum(f"layers.{layer}.self_attn." in name for name in mixing_names)
+        if count != (4 if config.get_num_pseudo_heads(layer) > 1 else 0):
+            reasons.append(f"layer {layer}: {count} mixing tensors, which does not go with its num_pseudo_heads")
+    return reasons + check_mixing(config, _load(iha, mixing_names))
+
+
+def _check_fields(llama_config: dict, config: IHAConfig) -> list[str]:
+    from transformers import LlamaConfig
+
+    source = LlamaConfig.from_dict(dict(llama_config)).to_dict()
+    converted = config.to_dict()
+    other = {"model_type", "architectures", "auto_map", "transformers_version", "dtype"}
+    return [
+        f"config.json: {name} is {value!r} in the source and {converted.get(name)!r} in the destination"
+        for name, value in source.items()
+        if name not in other and converted.get(name) != value
+    ]
+
+
+def _load(checkpoint: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for shard in sorted({checkpoint.tensors[name].shard for name in names}):
+        with safe_open(resolve_inside(checkpoint.folder, shard), framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
+    return tensors
+
+
+def _check_bytes(llama: Checkpoint, iha: Checkpoint, names: list[str]) -> list[str]:
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return [reason for reason in pool.map(lambda name: _compare(llama, iha, name), names) if reason]
+
+
+def _compare(llama: Checkpoint, iha: Checkpoint, name: str) -> str | None:
+    ours, theirs = iha.tensors[name], llama.tensors[name]
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return f"{name}: {theirs.dtype} {theirs.shape} in the source, {ours.dtype} {ours.shape} in the destination"
+    paths = [resolve_inside(llama.folder, theirs.shard), resolve_inside(iha.folder, ours.shard)]
+    if os.path.samefile(*paths) and ours.offset == theirs.offset:
+        return None  # hard-linked: one file
+    if _same_bytes(paths[0], theirs, paths[1], ours):
+        return None
+    return f"{name}: its bytes differ from the source's"
+
+
+def _same_bytes(first: Path, first_entry: TensorEntry, second: Path, second_entry: TensorEntry) -> bool:
+    with first.open("rb") as a, second.open("rb") as b:
+        a.seek(first_entry.offset)
+        b.seek(second_entry.offset)
+        left = first_entry.nbytes
+        while left:
+            size = min(CHUNK, left)
+            if a.read(size) != b.read(size):
+                return False
+            left -= size
+    return True

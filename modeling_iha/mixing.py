@@ -1,0 +1,110 @@
+"""Mixing heads into pseudo-heads, collapsing them again, and the three initialisations (paper section 3)."""
+
+import math
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import initialization as init
+
+
+class _MixHeads(torch.autograd.Function):
+    """`weight @ x` for every token. The weight's gradient is one product: [B N, O, I] is never materialised."""
+
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(weight, x)
+        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, x = ctx.saved_tensors
+        grad_weight = grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_weight = grad.transpose(0, 1).flatten(1) @ x.transpose(0, 1).flatten(1).T
+        if ctx.needs_input_grad[1]:
+            grad_x = torch.bmm(weight.T.expand(x.shape[0], -1, -1), grad)
+        return grad_weight, grad_x
+
+
+def mix_heads(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """
+    Linear combinations of heads, the same for every token and every channel.
+
+    Args:
+        weight: [..., heads_in], the leading dimensions are the heads out; cast to the dtype of `x`.
+        x: [B, N, heads_in, d].
+
+    Returns:
+        [B, N, heads_out, d], contiguous. Double backward raises a RuntimeError.
+    """
+    batch, tokens, heads_in, head_dim = x.shape
+    weight = weight.reshape(-1, heads_in).to(x.dtype)
+    mixed = _MixHeads.apply(weight, x.reshape(batch * tokens, heads_in, head_dim))
+    return mixed.view(batch, tokens, -1, head_dim)
+
+
+class IHAMixer(nn.Module):
+    """
+    The mixing tensors of a layer: `q_mix` [P, H, H], `k_mix` and `v_mix` [P, G, G]. `q_mix[j, h, m]` is the weight of
+    head m in pseudo-query j of head h (the paper's alpha^Q[m, h, j]); keys and values mix over the G heads they have.
+    """
+
+    def __init__(self, num_pseudo_heads: int, num_heads: int, num_key_value_heads: int):
+        super().__init__()
+        self.q_mix = nn.Parameter(torch.empty(num_pseudo_heads, num_heads, num_heads))
+        self.k_mix = nn.Parameter(torch.empty(num_pseudo_heads, num_key_value_heads, num_key_value_heads))
+        self.v_mix = nn.Parameter(torch.empty(num_pseudo_heads, num_key_value_heads, num_key_value_heads))
+
+    def initialize(self, how: str, std: float):
+        """Fills the tensors by `IHAConfig.mixing_init` and `mixing_init_std`; tensors that were loaded are kept."""
+        if how == "normal":
+            for weight in (self.q_mix, self.k_mix, self.v_mix):
+                init.normal_(weight, std=std)
+            return
+        q_mix, k_mix, v_mix = (identity_copies(weight) for weight in (self.q_mix, self.k_mix, self.v_mix))
+        if how == "exact":
+            q_mix[:-1] += std * torch.randn_like(q_mix[:-1])  # the collapse reads the last one only
+            v_mix += zero_sum_noise(v_mix.shape, std).to(v_mix)
+        init.copy_(self.q_mix, q_mix)
+        init.copy_(self.k_mix, k_mix)
+        init.copy_(self.v_mix, v_mix)
+
+
+class IHACollapse(nn.Module):
+    """The collapse of pseudo-heads: `weight` [H, P, H], out[h] = sum over (j, m) of weight[h, j, m] o[j, m]."""
+
+    def __init__(self, num_pseudo_heads: int, num_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, num_pseudo_heads, num_heads))
+
+    def initialize(self, how: str, std: float):
+        """
+        `normal` draws; the others read the last pseudo-head: under flat causality only that one sees all P copies of
+        its own token's key, so only that one equals Llama's head.
+        """
+        if how == "normal":
+            init.normal_(self.weight, std=std)
+            return
+        weight = torch.zeros_like(self.weight, dtype=torch.float32)
+        weight[:, -1] = torch.eye(len(weight), device=weight.device)
+        init.copy_(self.weight, weight)
+
+
+def identity_copies(weight: torch.Tensor) -> torch.Tensor:
+    """P identities in float32, of the shape [P, heads, heads] and on the device of `weight`."""
+    return torch.eye(weight.shape[-1], dtype=torch.float32, device=weight.device).repeat(len(weight), 1, 1)
+
+
+def zero_sum_noise(shape: tuple[int, int, int], std: float) -> torch.Tensor:
+    """
+    Noise E of shape [P, G, G] and about the standard deviation `std` (at most 16), float32, whose sum over P is zero
+    to the bit. E and identity + E have at most 8 significant bits, so bfloat16, float16 and wider hold them exactly
+    and the mean of the pseudo-values stays the value itself in each.
+    """
+    step = 2.0 ** (math.floor(math.log2(std)) - 4)
+    steps = torch.full(shape[1:], step, dtype=torch.float32)
+    steps.fill_diagonal_(max(step, 2.0**-7))  # 1 + k / 128 is the finest with 8 bits
+    draws = (torch.randn(shape, dtype=torch.float32) * (std / math.sqrt(2)) / steps).round().clamp(-63, 63)
+    return (draws - draws.roll(1, dims=0)) * steps

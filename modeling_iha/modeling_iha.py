@@ -1,0 +1,111 @@
+"""The IHA models: Llama's, with IHAAttention in every layer that has more than one pseudo-head."""
+
+import os
+
+from torch import nn
+from transformers import AutoModel
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+from configuration_iha import IHAConfig
+
+from .attention import IHAAttention
+from .bundle import AUTO_MAP, write_bundle
+from .mixing import IHACollapse, IHAMixer
+from .rotary import IHARotaryEmbedding
+
+
+class IHADecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.num_pseudo_heads = config.get_num_pseudo_heads(layer_idx)
+        if self.num_pseudo_heads > 1:
+            self.self_attn = IHAAttention(config, layer_idx)
+
+    def forward(self, hidden_states, position_embeddings=None, **kwargs):
+        position_embeddings = position_embeddings[self.num_pseudo_heads]
+        return super().forward(hidden_states, position_embeddings=position_embeddings, **kwargs)
+
+
+class IHAPreTrainedModel(LlamaPreTrainedModel):
+    config: IHAConfig
+    config_class = IHAConfig
+    _no_split_modules = ["IHADecoderLayer"]
+    # Not before their masks and position_ids are right for virtual tokens: Transformers refuses them at load.
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, (IHAMixer, IHACollapse)):
+            module.initialize(self.config.mixing_init, self.config.mixing_init_std)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
+        """
+        [`~PreTrainedModel.save_pretrained`], and beside the weights the code that loads them: the folder works with
+        every Auto class and `trust_remote_code=True` where this package is not installed.
+        """
+        if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):
+            self.config.auto_map = dict(AUTO_MAP)
+            write_bundle(save_directory)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+
+# Qwen2Model is LlamaModel with one mask per layer type.
+class IHAModel(IHAPreTrainedModel, Qwen2Model):
+    def __init__(self, config: IHAConfig):
+        super(Qwen2Model, self).__init__(config)  # past Qwen2Model's own, which would build its layers
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(IHADecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = IHARotaryEmbedding(config)
+        self.has_sliding_layers = "sliding_attention" in config.layer_types
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class IHAForCausalLM(IHAPreTrainedModel, LlamaForCausalLM, GenerationMixin):
+    def __init__(self, config: IHAConfig):
+        super(LlamaForCausalLM, self).__init__(config)  # past Llama's own, which would build a LlamaModel
+        self.model = IHAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class IHAForSequenceClassification(GenericForSequenceClassification, IHAPreTrainedModel):
+    pass
+
+
+class IHAForTokenClassification(GenericForTokenClassification, IHAPreTrainedModel):
+    pass
+
+
+class IHAForQuestionAnswering(GenericForQuestionAnswering, IHAPreTrainedModel):
+    pass
+
+
+# The three heads build their backbone with AutoModel, also where this file was loaded as remote code.
+AutoModel.register(IHAConfig, IHAModel, exist_ok=True)
+
+__all__ = [
+    "IHAForCausalLM",
+    "IHAForQuestionAnswering",
+    "IHAForSequenceClassification",
+    "IHAForTokenClassification",
+    "IHAModel",
+    "IHAPreTrainedModel",
+]
