@@ -23,9 +23,11 @@ class IHAConfig(LlamaConfig):
             n P + j (the paper's), `"fractional"` n + j / P.
         mixing_init (`str`, defaults to `"exact"`):
             How missing mixing tensors are filled: `"exact"` keeps the function of the Llama model and lets the
-            pseudo-heads learn different things, `"identity"` makes pure copies, `"normal"` draws N(0, std).
-        mixing_init_std (`float`, defaults to 0.1):
-            Standard deviation of the noise of `"exact"` and of the draws of `"normal"`, above 0 and at most 16.
+            pseudo-heads learn different things, `"identity"` makes pure copies, `"normal"` draws from scratch.
+        mixing_init_std (`float`, defaults to 1.0):
+            Size of the noise of `"exact"` and of the draws of `"normal"`, above 0 and at most 16. It is relative to
+            a head: an entry has the standard deviation `mixing_init_std` / sqrt(heads that it mixes). The function of
+            `"exact"` does not depend on it.
         layer_types (`list[str]`, *optional*):
             `"full_attention"` or `"sliding_attention"` per layer. Default: all sliding where `sliding_window` is
             set, else all full.
@@ -52,7 +54,7 @@ class IHAConfig(LlamaConfig):
     num_pseudo_heads: int | list[int] = 2
     rope_phases: str = "shared"
     mixing_init: str = "exact"
-    mixing_init_std: float = 0.1
+    mixing_init_std: float = 1.0
     layer_types: list[str] | None = None
     sliding_window: int | None = None
 

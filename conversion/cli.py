@@ -60,7 +60,7 @@ def convert(
     mixing_init: Annotated[
         MixingInit, typer.Option(help="'exact' keeps the function and learns; 'identity' makes pure copies.")
     ] = MixingInit.exact,
-    mixing_init_std: Annotated[float, typer.Option(help="Size of the noise of 'exact'.")] = 0.1,
+    mixing_init_std: Annotated[float, typer.Option(help="Size of the noise of 'exact', relative to a head.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of that noise.")] = 0,
     revision: REVISION = None,
     gguf_dtype: Annotated[DType, typer.Option(help="What a GGUF file is dequantised to.")] = DType.float32,

@@ -38,7 +38,7 @@ def convert(
     *,
     rope_phases: str = "shared",
     mixing_init: str = "exact",
-    mixing_init_std: float = 0.1,
+    mixing_init_std: float = 1.0,
     seed: int = 0,
     revision: str | None = None,
     gguf_dtype: torch.dtype = torch.float32,

@@ -59,14 +59,17 @@ class IHAMixer(nn.Module):
 
     def initialize(self, how: str, std: float):
         """Fills the tensors by `IHAConfig.mixing_init` and `mixing_init_std`; tensors that were loaded are kept."""
+        # Over the root of the heads mixed: noise of std 1 has the size of a head.
+        q_std, kv_std = std / math.sqrt(self.q_mix.shape[-1]), std / math.sqrt(self.k_mix.shape[-1])
         if how == "normal":
-            for weight in (self.q_mix, self.k_mix, self.v_mix):
-                init.normal_(weight, std=std)
+            init.normal_(self.q_mix, std=q_std)
+            init.normal_(self.k_mix, std=kv_std)
+            init.normal_(self.v_mix, std=kv_std)
             return
         q_mix, k_mix, v_mix = (identity_copies(weight) for weight in (self.q_mix, self.k_mix, self.v_mix))
         if how == "exact":
-            q_mix[:-1] += std * torch.randn_like(q_mix[:-1])  # the collapse reads the last one only
-            v_mix += zero_sum_noise(v_mix.shape, std).to(v_mix)
+            q_mix[:-1] += q_std * torch.randn_like(q_mix[:-1])  # the collapse reads the last one only
+            v_mix += zero_sum_noise(v_mix.shape, kv_std).to(v_mix)
         init.copy_(self.q_mix, q_mix)
         init.copy_(self.k_mix, k_mix)
         init.copy_(self.v_mix, v_mix)
@@ -85,7 +88,7 @@ class IHACollapse(nn.Module):
         its own token's key, so only that one equals Llama's head.
         """
         if how == "normal":
-            init.normal_(self.weight, std=std)
+            init.normal_(self.weight, std=std / math.sqrt(self.weight[0].numel()))
             return
         weight = torch.zeros_like(self.weight, dtype=torch.float32)
         weight[:, -1] = torch.eye(len(weight), device=weight.device)

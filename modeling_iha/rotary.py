@@ -38,10 +38,11 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def _offsets(self, x: torch.Tensor, num_pseudo_heads: int) -> tuple[torch.Tensor, ...]:
         if num_pseudo_heads == 1 or self.rope_phases == "shared":
             return ()
-        offsets = torch.arange(num_pseudo_heads, dtype=torch.float32, device=x.device)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        offsets = torch.arange(num_pseudo_heads, dtype=dtype, device=x.device)
         if self.rope_phases == "fractional":
             offsets = offsets / num_pseudo_heads
-        angles = (offsets[:, None] * self.inv_freq.to(x.device)).repeat(1, 2)
+        angles = (offsets[:, None] * self.inv_freq.to(x.device, dtype)).repeat(1, 2)
         # A rotation only: attention_scaling of YaRN and others is in the base turn already.
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 

