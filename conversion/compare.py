@@ -6,7 +6,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import logging
+
+from .checkpoint import CheckpointError
 
 # The largest logit difference that rounding explains, relative to the largest logit.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -76,12 +79,20 @@ def compare(
 
     Args:
         source, destination: folders that AutoModelForCausalLM loads; the tokenizer is the source's.
-        dtype: in which both compute.
+        dtype: in which both compute; in float64 their norms do too.
         prompts: texts; the loss is the mean over all their tokens but the first.
         new_tokens: greedy tokens per prompt.
         device: where the models run.
+
+    Raises:
+        CheckpointError: the source has no tokenizer.
     """
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{source}: no usable tokenizer, and comparing on prompts needs one; --structure-only needs none."
+        ) from error
     batches = [tokenizer(prompt, return_tensors="pt").input_ids.to(device) for prompt in prompts]
     first = _run(source, batches, dtype, new_tokens, device)
     second = _run(destination, batches, dtype, new_tokens, device)
@@ -113,6 +124,8 @@ def compare(
 @torch.no_grad()
 def _run(folder: Path, batches: list[torch.Tensor], dtype: torch.dtype, new_tokens: int, device: str) -> _Run:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    if dtype == torch.float64:
+        norms_in_float64(model)
     run = _Run([], 0.0, [], [])
     nll, count = 0.0, 0
     for batch in logging.tqdm(batches, desc=f"{model.config.model_type} {dtype}", unit="prompt"):
@@ -134,6 +147,19 @@ def _run(folder: Path, batches: list[torch.Tensor], dtype: torch.dtype, new_toke
     del model
     gc.collect()
     return _Run(run.logits, nll / count, run.greedy, run.leads)
+
+
+def norms_in_float64(model: torch.nn.Module) -> torch.nn.Module:
+    """
+    Has the norms of a Llama or IHA model compute in float64. Llama's do in float32 whatever the model's dtype, which
+    hides a difference of 1e-16, or once in a while makes it one of 1e-7.
+    """
+    for name, norm in list(model.named_modules()):
+        if isinstance(norm, LlamaRMSNorm):
+            replacement = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
+            replacement.weight = norm.weight
+            model.set_submodule(name, replacement)
+    return model
 
 
 def _kl(source: torch.Tensor, destination: torch.Tensor) -> float:

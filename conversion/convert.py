@@ -1,6 +1,5 @@
 """Llama checkpoint -> IHA checkpoint: the same weight files, one small file of mixing tensors, a new config."""
 
-import copy
 import fcntl
 import json
 import os
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import LlamaConfig
 from transformers.utils import logging
 
@@ -20,7 +19,16 @@ from modeling_iha.bundle import AUTO_MAP, write_bundle
 from modeling_iha.mixing import IHACollapse, IHAMixer
 
 from .carry import carry, is_carried, require_room
-from .checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointError, read_checkpoint, read_json, resolve_inside
+from .checkpoint import (
+    INDEX,
+    WEIGHTS,
+    Checkpoint,
+    CheckpointError,
+    build_config,
+    read_checkpoint,
+    read_json,
+    resolve_inside,
+)
 from .source import CARRIED_FILES, open_source
 from .structure import check_mixing
 
@@ -73,7 +81,7 @@ def convert(
     with open_source(source, revision, gguf_dtype, scratch=_nearest_folder(destination)) as folder:
         llama = read_llama(folder)
         config = IHAConfig.from_llama(
-            llama_config(llama),
+            build_config(llama, LlamaConfig),
             num_pseudo_heads,
             rope_phases=rope_phases,
             mixing_init=mixing_init,
@@ -85,7 +93,8 @@ def convert(
         require_room(files, _nearest_folder(destination), link)
         with _locked(work):
             _carry_files(files, work, link)
-            save_file(mixing, work / MIXING_FILE, metadata={"format": "pt"})
+            # Not save_file, which makes the file unreadable for others than its owner.
+            (work / MIXING_FILE).write_bytes(save(mixing, metadata={"format": "pt"}))
             _write_index(llama, mixing, work)
             write_bundle(work)
             config.auto_map = dict(AUTO_MAP)
@@ -119,23 +128,10 @@ def read_llama(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def llama_config(checkpoint: Checkpoint) -> LlamaConfig:
-    """The configuration object of a Llama folder; CheckpointError where Transformers refuses its values."""
-    try:
-        return LlamaConfig.from_dict(copy.deepcopy(checkpoint.config))
-    except Exception as error:  # the strict config classes raise kinds of their own
-        raise CheckpointError(f"config.json: not a valid Llama configuration ({error}).") from error
-
-
 def _check_tensors(checkpoint: Checkpoint) -> None:
     """Every tensor that the configured Llama has is there in its shape, and no other."""
-    layers = checkpoint.config.get("num_hidden_layers")
-    if type(layers) is not int or not 0 < layers <= len(checkpoint.tensors):
-        raise CheckpointError(
-            f"config.json: num_hidden_layers={layers!r} does not go with {len(checkpoint.tensors)} tensors."
-        )
     try:
-        config = IHAConfig.from_llama(llama_config(checkpoint), num_pseudo_heads=1)
+        config = IHAConfig.from_llama(build_config(checkpoint, LlamaConfig), num_pseudo_heads=1)
         with torch.device("meta"):
             model = _model_class(config)(config)
     except CheckpointError:

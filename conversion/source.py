@@ -68,7 +68,9 @@ def _download(repo_id: str, revision: str | None) -> Path:
     patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *CARRIED_FILES]
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except HFValidationError as error:
+        raise CheckpointError(f"{repo_id}: no such folder or file, and a Hub id has the form name/model.") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"{repo_id}: no such folder here, and the Hub did not give such a model ({reason}). "

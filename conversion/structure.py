@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from transformers import LlamaConfig
 
 from configuration_iha import IHAConfig
 
-from .checkpoint import Checkpoint, TensorEntry, resolve_inside
+from .checkpoint import Checkpoint, TensorEntry, build_config, resolve_inside
 
 CHUNK = 16 << 20
 
@@ -58,9 +59,9 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
     Returns:
         What is not met, a line each; empty where the function is proved to be the same.
     """
-    config = IHAConfig.from_dict(dict(iha.config))
+    config = build_config(iha, IHAConfig)
     mixing_names = {name for name in iha.tensors if ".mixer." in name or ".collapse." in name}
-    reasons = _check_fields(llama.config, config)
+    reasons = _check_fields(build_config(llama, LlamaConfig), config)
     reasons += [f"{name}: not in the source" for name in iha.tensors.keys() - mixing_names - llama.tensors.keys()]
     reasons += [f"{name}: not in the destination" for name in llama.tensors.keys() - iha.tensors.keys()]
     reasons += _check_bytes(llama, iha, sorted(llama.tensors.keys() & iha.tensors.keys()))
@@ -71,11 +72,8 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
     return reasons + check_mixing(config, _load(iha, mixing_names))
 
 
-def _check_fields(llama_config: dict, config: IHAConfig) -> list[str]:
-    from transformers import LlamaConfig
-
-    source = LlamaConfig.from_dict(dict(llama_config)).to_dict()
-    converted = config.to_dict()
+def _check_fields(llama_config: LlamaConfig, config: IHAConfig) -> list[str]:
+    source, converted = llama_config.to_dict(), config.to_dict()
     other = {"model_type", "architectures", "auto_map", "transformers_version", "dtype"}
     return [
         f"config.json: {name} is {value!r} in the source and {converted.get(name)!r} in the destination"
