@@ -7,7 +7,7 @@ MIXING_INITS = ("exact", "identity", "normal")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Fields that some Llama config.json files carry although Llama's forward ignores them; in IHA they have a meaning.
-_WITHOUT_MEANING_IN_LLAMA = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+WITHOUT_MEANING_IN_LLAMA = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 
 
 class IHAConfig(LlamaConfig):
@@ -88,7 +88,7 @@ class IHAConfig(LlamaConfig):
         llama_fields = {
             name: value
             for name, value in llama_config.to_dict().items()
-            if name not in ("model_type", "architectures", *_WITHOUT_MEANING_IN_LLAMA)
+            if name not in ("model_type", "architectures", *WITHOUT_MEANING_IN_LLAMA)
         }
         architectures = [name.replace("Llama", "IHA", 1) for name in llama_config.architectures or []] or None
         return cls(**{**llama_fields, "architectures": architectures, "num_pseudo_heads": num_pseudo_heads, **fields})

@@ -61,7 +61,7 @@ def require_room(files: list[tuple[Path, Path]], folder: Path, link: bool) -> No
 
     Args:
         files: (source, target) pairs; targets that an earlier run carried count nothing.
-        folder: an existing folder of the file system that the targets go to.
+        folder: an existing folder on the file system that the targets go to.
         link: whether weights will be hard-linked.
 
     Raises:

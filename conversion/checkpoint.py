@@ -84,7 +84,11 @@ def resolve_inside(folder: Path, name: str) -> Path:
     same repository; anywhere else is refused.
     """
     path = folder / name
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a name longer than file systems take
+        raise CheckpointError(f"{name}: no usable file name ({error.strerror}).") from error
+    if not is_file:
         raise CheckpointError(f"{name}: the file is missing from {folder}.")
     real, home = path.resolve(), folder.resolve()
     roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -166,7 +170,9 @@ def _read_header(folder: Path, shard: str) -> Iterator[tuple[str, TensorEntry]]:
 def _parse_entry(shard: str, name: str, value, data_start: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        well_formed = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        well_formed = isinstance(dtype, str) and all(
+            type(number) is int and number >= 0 for number in (*shape, begin, end)
+        )
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:

@@ -41,7 +41,12 @@ class DType(StrEnum):
 SOURCE = Annotated[str, typer.Argument(help="Llama checkpoint: a safetensors folder, a .gguf file, or a Hub id.")]
 REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 DTYPES = Annotated[
-    list[DType], typer.Option("--dtype", help="In which dtype to compare on prompts; may be given several times.")
+    list[DType] | None,
+    typer.Option(
+        "--dtype",
+        help="In which dtype to compare on prompts; may be given several times.",
+        show_default="float32; none for models that continue no prompts",
+    ),
 ]
 NEW_TOKENS = Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt.")]
 DEVICE = Annotated[str, typer.Option(help="Where the models run: cpu, cuda, ...")]
@@ -71,7 +76,7 @@ def convert(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="End by running both models on prompts, as verify does.")
     ] = True,
-    dtype: DTYPES = [DType.float32],  # noqa: B006
+    dtype: DTYPES = None,
     device: DEVICE = "cpu",
 ) -> None:
     """
@@ -111,7 +116,7 @@ def convert(
 def verify(
     source: SOURCE,
     destination: Annotated[Path, typer.Argument(help="The IHA folder.")],
-    dtype: DTYPES = [DType.float32],  # noqa: B006
+    dtype: DTYPES = None,
     structure_only: Annotated[
         bool, typer.Option("--structure-only", help="The proof alone, without running the models.")
     ] = False,
@@ -130,7 +135,9 @@ def verify(
     from .verify import DTYPES as TORCH_DTYPES
     from .verify import verify as run
 
-    dtypes = () if structure_only else tuple(TORCH_DTYPES[name.value] for name in dict.fromkeys(dtype))
+    dtypes = tuple(TORCH_DTYPES[name.value] for name in dict.fromkeys(dtype)) if dtype else None
+    if structure_only:
+        dtypes = ()
     with _errors():
         result = run(source, destination, dtypes, new_tokens=new_tokens, device=device, revision=revision)
     if as_json:
@@ -198,7 +205,7 @@ def _errors():
     try:
         yield
     except (ValueError, OSError) as error:
-        print(f"iha: {error}", file=sys.stderr)
+        print(f"iha: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 

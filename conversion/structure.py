@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from configuration_iha import IHAConfig
 
 from .checkpoint import Checkpoint, TensorEntry, build_config, resolve_inside
+from .mixing import mixing_shapes
 
 CHUNK = 16 << 20
 
@@ -39,7 +40,9 @@ def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str
     for name, tensor in mixing.items():
         tensor = tensor.double()
         identity = torch.eye(tensor.shape[-1], dtype=torch.float64)
-        if name.endswith("q_mix") and not torch.equal(tensor[-1], identity):
+        if not tensor.isfinite().all():
+            reasons.append(f"{name}: it holds a value that is not finite")
+        elif name.endswith("q_mix") and not torch.equal(tensor[-1], identity):
             reasons.append(f"{name}: the last pseudo-query is not the plain query")
         elif name.endswith("k_mix") and not torch.equal(tensor, identity.expand_as(tensor)):
             reasons.append(f"{name}: the pseudo-keys are not identity copies")
@@ -60,25 +63,35 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
         What is not met, a line each; empty where the function is proved to be the same.
     """
     config = build_config(iha, IHAConfig)
-    mixing_names = {name for name in iha.tensors if ".mixer." in name or ".collapse." in name}
+    shapes = mixing_shapes(config)
+    mixing = {name: entry for name, entry in iha.tensors.items() if name in shapes}
+    carried = llama.tensors.keys() & iha.tensors.keys()
     reasons = _check_fields(build_config(llama, LlamaConfig), config)
-    reasons += [f"{name}: not in the source" for name in iha.tensors.keys() - mixing_names - llama.tensors.keys()]
-    reasons += [f"{name}: not in the destination" for name in llama.tensors.keys() - iha.tensors.keys()]
-    reasons += _check_bytes(llama, iha, sorted(llama.tensors.keys() & iha.tensors.keys()))
-    for layer in range(config.num_hidden_layers):
-        count = sum(f"layers.{layer}.self_attn." in name for name in mixing_names)
-        if count != (4 if config.get_num_pseudo_heads(layer) > 1 else 0):
-            reasons.append(f"layer {layer}: {count} mixing tensors, which does not go with its num_pseudo_heads")
-    return reasons + check_mixing(config, _load(iha, mixing_names))
+    reasons += [
+        f"{name}: neither in the source, nor what num_pseudo_heads in config.json needs"
+        for name in sorted(iha.tensors.keys() - carried - shapes.keys())
+    ]
+    reasons += [
+        f"{name}: not in the destination"
+        for name in sorted((llama.tensors.keys() - carried) | (shapes.keys() - mixing.keys()))
+    ]
+    reasons += _check_bytes(llama, iha, sorted(carried))
+    misshapen = {name for name, entry in mixing.items() if entry.shape != shapes[name]}
+    reasons += [
+        f"{name}: shape {mixing[name].shape}, num_pseudo_heads in config.json makes it {shapes[name]}"
+        for name in sorted(misshapen)
+    ]
+    return reasons + check_mixing(config, _load(iha, mixing.keys() - misshapen))
 
 
 def _check_fields(llama_config: LlamaConfig, config: IHAConfig) -> list[str]:
-    source, converted = llama_config.to_dict(), config.to_dict()
-    other = {"model_type", "architectures", "auto_map", "transformers_version", "dtype"}
+    """Every field that Llama has, and the architecture, is what the conversion makes of the source's."""
+    expected, found = IHAConfig.from_llama(llama_config).to_dict(), config.to_dict()
+    own = {*IHAConfig.__annotations__, "auto_map", "transformers_version", "dtype"}
     return [
-        f"config.json: {name} is {value!r} in the source and {converted.get(name)!r} in the destination"
-        for name, value in source.items()
-        if name not in other and converted.get(name) != value
+        f"config.json: {name} is {value!r} in the source, and {found.get(name)!r} here"
+        for name, value in expected.items()
+        if name not in own and found.get(name) != value
     ]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from .checkpoint import CheckpointError, read_checkpoint
 from .compare import PROMPTS, TOLERANCE, Comparison, compare
-from .convert import main_dtype, read_llama
+from .llama import main_dtype, read_llama
 from .source import open_source
 from .structure import check_structure
 
@@ -35,7 +35,7 @@ class Verification:
 def verify(
     source: str | os.PathLike,
     destination: str | os.PathLike,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    dtypes: tuple[torch.dtype, ...] | None = None,
     *,
     prompts: tuple[str, ...] = PROMPTS,
     new_tokens: int = 64,
@@ -48,7 +48,8 @@ def verify(
     Args:
         source: the Llama checkpoint: a folder, a .gguf file, or a Hub id.
         destination: the IHA folder.
-        dtypes: of the numeric comparison; empty for the structural proof alone, which runs no model.
+        dtypes: of the numeric comparison; empty for the structural proof alone, which runs no model. Default: float32
+            for causal language models, empty for others, which continue no prompts.
         prompts, new_tokens, device: see `compare`.
         revision: branch, tag or commit of a Hub id.
 
@@ -64,10 +65,13 @@ def verify(
         llama = read_llama(folder)
         reasons = check_structure(llama, iha)
         architectures = llama.config.get("architectures") or ["LlamaForCausalLM"]
-        if dtypes and architectures[0] != "LlamaForCausalLM":
+        is_causal_lm = architectures[0] == "LlamaForCausalLM"
+        if dtypes is None:
+            dtypes = (torch.float32,) if is_causal_lm else ()
+        if dtypes and not is_causal_lm:
             raise CheckpointError(
                 f"config.json: architectures {architectures!r}: only causal language models are compared on prompts; "
-                "pass --structure-only."
+                "leave --dtype away."
             )
         comparisons = [compare(folder, destination, dtype, prompts, new_tokens, device) for dtype in dtypes]
     return Verification(tuple(reasons), len(llama.tensors), tuple(comparisons))

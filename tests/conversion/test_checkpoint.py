@@ -147,9 +147,9 @@ SINGLE = [
     ("more-layers", lambda f: edit_config(f, num_hidden_layers=3), "tensor 'model.layers.2."),
     ("fewer-layers", lambda f: edit_config(f, num_hidden_layers=1), f"{WEIGHTS}: tensor 'model.layers.1."),
     ("absurd-vocab", lambda f: edit_config(f, vocab_size=10**12), "config.json says (1000000000000, 32)"),
-    ("absurd-width", lambda f: edit_config(f, intermediate_size=10**18), "config.json: not a valid Llama config"),
-    ("text-for-number", lambda f: edit_config(f, hidden_size="32"), "config.json: not a valid Llama configuration"),
-    ("zero-heads", lambda f: edit_config(f, num_attention_heads=0), "config.json: not a valid Llama configuration"),
+    ("absurd-width", lambda f: edit_config(f, intermediate_size=10**18), "config.json: not a valid Llama"),
+    ("text-for-number", lambda f: edit_config(f, hidden_size="32"), "config.json: not a valid Llama"),
+    ("zero-heads", lambda f: edit_config(f, num_attention_heads=0), "config.json: not a valid Llama"),
     ("uneven-groups", lambda f: edit_config(f, num_key_value_heads=3), "num_key_value_heads=3 must divide"),
     ("unknown-rope", lambda f: edit_config(f, rope_parameters={"rope_type": "spiral"}), "config.json: not a valid"),
     (
@@ -157,7 +157,7 @@ SINGLE = [
         lambda f: edit_config(f, architectures=["LlamaForQuestionAnswering"]),
         "config.json: architectures",
     ),
-    ("numbered-head", lambda f: edit_config(f, architectures=[1]), "config.json: not a valid Llama configuration"),
+    ("numbered-head", lambda f: edit_config(f, architectures=[1]), "config.json: not a valid Llama"),
     ("tokenizer-code", set_in_tokenizer, "tokenizer_config.json: 'auto_map' is set"),
     ("tokenizer-list", lambda f: (f / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: must hold"),
     ("pickle", pickle_only, "pytorch_model.bin: pickle weights are never loaded"),
@@ -207,7 +207,6 @@ INDEXED = [
     ("not-in-shard", lose_from_shard, f"{INDEX}: tensor 'model.none.weight' is not in {SECOND}"),
     ("not-in-index", lose_from_index, f"{INDEX}: tensor '{NORM}' of {SECOND} is missing from the index"),
     ("tensor-twice", store_twice, f"tensor '{NORM}' stands in extra.safetensors too"),
-    ("name-of-mixing", name_shard_as_mixing, "model-mixing.safetensors: "),
 ]
 
 
@@ -229,6 +228,20 @@ def test_refuses_hostile_folder(max_shard_size, damage, message, tmp_path):
     assert message in str(error.value)
     assert snapshot(source) == before
     assert sorted(parent.rglob("*")) == listing
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_refuses_shard_that_would_be_written_over(link, tmp_path):
+    source = make_llama(tmp_path / "llama", max_shard_size=SHARDED)
+    name_shard_as_mixing(source)
+    before = snapshot(source)
+
+    with pytest.raises(CheckpointError, match=r"model-mixing\.safetensors"):
+        convert(source, tmp_path / "iha", link=link)
+
+    # Hard-linked, the source's own file would have got the mixing tensors.
+    assert snapshot(source) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
 def test_refused_before_folders_are_made(tmp_path):
@@ -262,6 +275,14 @@ def test_refuses_source_that_is_no_checkpoint(name, tmp_path):
         convert(tmp_path / name, tmp_path / "iha")
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["acme/none", "acme/none/at/all", "none"])
+def test_refuses_name_that_no_folder_and_no_model_has(name, tmp_path):
+    with pytest.raises(CheckpointError, match=f"{name}: no such folder"):
+        convert(name, tmp_path / "iha")
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_refuses_missing_gguf_file(tmp_path):

@@ -1,0 +1,83 @@
+"""Reads a folder as a Llama checkpoint, and refuses what is not one or holds something whose meaning is unknown."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+import modeling_iha
+from configuration_iha import IHAConfig
+from modeling_iha import IHAPreTrainedModel
+
+from .checkpoint import Checkpoint, CheckpointError, build_config, read_checkpoint, read_json
+
+# Llama's question-answering head names its backbone differently, so its files cannot be carried as they are.
+CONVERTIBLE = ("IHAForCausalLM", "IHAModel", "IHAForSequenceClassification", "IHAForTokenClassification")
+TORCH_DTYPE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_llama(folder: Path) -> Checkpoint:
+    """
+    Reads a folder as a Llama checkpoint.
+
+    Raises:
+        CheckpointError: it is not whole, not Llama's, or holds something whose meaning is unknown.
+    """
+    checkpoint = read_checkpoint(folder)
+    config = checkpoint.config
+    if config.get("model_type") != "llama":
+        raise CheckpointError(f"config.json: model_type {config.get('model_type')!r}; only 'llama' becomes IHA.")
+    for name, why in (
+        ("quantization_config", "the weights are quantised; dequantise them first"),
+        ("auto_map", "the checkpoint brings its own code, so its function is unknown"),
+        ("sliding_window", "Llama has no windows, so what it means is unknown"),
+    ):
+        if config.get(name) is not None:
+            raise CheckpointError(f"config.json: {name!r} is set: {why}.")
+    if (folder / "tokenizer_config.json").exists() and "auto_map" in read_json(folder, "tokenizer_config.json"):
+        raise CheckpointError("tokenizer_config.json: 'auto_map' is set: the tokenizer's own code is not carried.")
+    _check_tensors(checkpoint)
+    return checkpoint
+
+
+def _check_tensors(checkpoint: Checkpoint) -> None:
+    """Every tensor that the configured Llama has is there in its shape, and no other."""
+    try:
+        config = IHAConfig.from_llama(build_config(checkpoint, LlamaConfig), num_pseudo_heads=1)
+        with torch.device("meta"):
+            model = model_class(config)(config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch and Transformers raise any kind on absurd sizes
+        raise CheckpointError(f"config.json: not a valid Llama configuration ({error}).") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    optional = set(model.all_tied_weights_keys)
+    for name, shape in expected.items():
+        if name not in checkpoint.tensors and name not in optional:
+            raise CheckpointError(f"{checkpoint.folder}: tensor {name!r} is missing from the weights.")
+        if name in checkpoint.tensors and checkpoint.tensors[name].shape != shape:
+            entry = checkpoint.tensors[name]
+            raise CheckpointError(f"{entry.shard}: tensor {name!r} has shape {entry.shape}, config.json says {shape}.")
+    for name, entry in checkpoint.tensors.items():
+        # Early Llama checkpoints store the rotary frequencies, which every version computes afresh.
+        if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
+            raise CheckpointError(f"{entry.shard}: tensor {name!r} is not one of a Llama model's.")
+
+
+def model_class(config: IHAConfig) -> type[IHAPreTrainedModel]:
+    """The IHA class of a checkpoint, by its configuration's architectures."""
+    architecture = (config.architectures or ["IHAForCausalLM"])[0]
+    if architecture not in CONVERTIBLE:
+        raise CheckpointError(
+            f"config.json: architectures {config.architectures!r} is not supported; convertible are "
+            f"{', '.join(name.replace('IHA', 'Llama') for name in CONVERTIBLE)}."
+        )
+    return getattr(modeling_iha, architecture)
+
+
+def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of the attention weights of a Llama or IHA checkpoint."""
+    for name, entry in checkpoint.tensors.items():
+        if name.endswith("self_attn.q_proj.weight"):
+            return TORCH_DTYPE[entry.dtype]
+    raise CheckpointError(f"{checkpoint.folder}: no layer has a 'self_attn.q_proj.weight'.")
