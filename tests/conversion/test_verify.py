@@ -35,6 +35,15 @@ COLLAPSE = f"{LAYER}collapse.weight"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that wait for one another make small models many times slower wherever something else runs too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def edit_mixing(folder: Path, change) -> None:
     """Changes the mixing tensors, and the index with them, as a program that saves them would."""
     tensors = load_file(folder / MIXING)
@@ -284,7 +293,7 @@ def start_iha(*arguments, **environment) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **environment},
+        env={**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
     )
 
 
