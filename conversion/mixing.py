@@ -9,6 +9,7 @@ from configuration_iha import IHAConfig
 from modeling_iha import IHAModel
 from modeling_iha.mixing import IHACollapse, IHAMixer
 
+from .checkpoint import CheckpointError
 from .llama import model_class
 
 
@@ -35,10 +36,13 @@ def make_mixing(config: IHAConfig, dtype: torch.dtype, seed: int) -> dict[str, t
 
 
 def mixing_shapes(config: IHAConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes that the tensors have."""
-    with torch.device("meta"):
-        return {
-            f"{name}.{key}": tuple(tensor.shape)
-            for name, module in mixing_modules(config)
-            for key, tensor in module.state_dict().items()
-        }
+    """The shapes that the tensors have; CheckpointError where no memory has room for them."""
+    try:
+        with torch.device("meta"):
+            return {
+                f"{name}.{key}": tuple(tensor.shape)
+                for name, module in mixing_modules(config)
+                for key, tensor in module.state_dict().items()
+            }
+    except RuntimeError as error:
+        raise CheckpointError(f"config.json: num_pseudo_heads={config.num_pseudo_heads!r} is absurd.") from error

@@ -285,6 +285,16 @@ def test_refuses_name_that_no_folder_and_no_model_has(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_refuses_truncated_gguf_file(smollm2_gguf, tmp_path):
+    with smollm2_gguf.open("rb") as file:
+        (tmp_path / "cut.gguf").write_bytes(file.read(300_000))
+
+    with pytest.raises(CheckpointError, match=r"cut\.gguf: Transformers cannot read it"):
+        convert(tmp_path / "cut.gguf", tmp_path / "iha")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["cut.gguf"]
+
+
 def test_refuses_missing_gguf_file(tmp_path):
     with pytest.raises(CheckpointError, match=r"none\.gguf: the file does not exist"):
         convert(tmp_path / "none.gguf", tmp_path / "iha")

@@ -120,7 +120,7 @@ BROKEN = {
     "mixing-lost": (lambda folder: edit_mixing(folder, lambda tensors: tensors.pop(V_MIX)), "layers?[ .]1"),
     "weight-bit": (flip_bit, WEIGHT),
     "weight-lost": (drop_weight, f"{WEIGHT}: not in the destination"),
-    "weight-added": (drop_weight, "model.layers.0.hook: not in the source"),
+    "weight-added": (drop_weight, "model.layers.0.hook: (not|neither) in the source"),
     "weight-dtype": (widen_weight, f"{WEIGHT}: F32"),
     "phases": (set_config(rope_phases="interleaved"), "rope_phases: 'interleaved'"),
     "fractional-phases": (set_config(rope_phases="fractional"), "rope_phases: 'fractional'"),
@@ -215,6 +215,7 @@ HOPELESS = {
     "field-of-other-type": (set_config(rms_norm_eps="1e-6"), "config.json"),
     "unknown-phases": (set_config(rope_phases="spiral"), "config.json: .*rope_phases='spiral'"),
     "other-number-of-layers": (set_config(num_hidden_layers=3), "config.json: .*num_hidden_layers=3"),
+    "absurd-number-of-pseudo-heads": (set_config(num_pseudo_heads=10**18), "config.json: .*num_pseudo_heads"),
     "absurd-number-of-layers": (set_config(num_hidden_layers=10**9, layer_types=None), "num_hidden_layers=1000000000"),
 }
 
