@@ -34,11 +34,13 @@ def mix_heads(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
     Args:
         weight: [..., heads_in], the leading dimensions are the heads out; cast to the dtype of `x`.
-        x: [B, N, heads_in, d].
+        x: [B, N, heads_in, d]; under autocast it is cast to autocast's dtype, as for every matrix product.
 
     Returns:
-        [B, N, heads_out, d], contiguous. Double backward raises a RuntimeError.
+        [B, N, heads_out, d], contiguous, in the dtype of `x`. Double backward raises a RuntimeError.
     """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # before the function, whose backward runs without autocast
     batch, tokens, heads_in, head_dim = x.shape
     weight = weight.reshape(-1, heads_in).to(x.dtype)
     mixed = _MixHeads.apply(weight, x.reshape(batch * tokens, heads_in, head_dim))

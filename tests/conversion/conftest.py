@@ -1,5 +1,5 @@
 import sys
 from pathlib import Path
 
-# The tests' own helpers are modules beside them.
+# Modules that these tests share lie beside them.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -89,3 +89,23 @@ def test_gradients_of_sdpa_and_eager_agree():
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("phases", ["shared", "fractional"])
+def test_autocast_trains_and_decodes(phases, attention):
+    model, ids = tiny_model(dtype=torch.float32, rope_phases=phases, attention=attention), tokens(2, 9)
+    plain = model(ids, labels=ids).loss
+    plain.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False)
+    loss.backward()
+    assert abs(loss - plain) <= 0.02 * plain
+    assert generated.shape == (2, 13)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        similarity = torch.nn.functional.cosine_similarity(parameter.grad.flatten(), expected[name].flatten(), dim=0)
+        assert similarity >= 0.95, name
