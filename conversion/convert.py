@@ -71,7 +71,8 @@ def convert(
     """
     destination = Path(os.path.abspath(destination))
     check_destination(source, destination, overwrite)
-    with open_source(source, revision, gguf_dtype, scratch=nearest_folder(destination)) as folder:
+    scratch = nearest_folder(destination) / f".{destination.name}.dequantised"
+    with open_source(source, revision, gguf_dtype, scratch) as folder:
         llama = read_llama(folder)
         config = IHAConfig.from_llama(
             build_config(llama, LlamaConfig),

@@ -61,12 +61,9 @@ def growing(destination: Path, origin: str, overwrite: bool) -> Iterator[Path]:
     """
     work = work_folder(destination)
     made = [parent for parent in work.parents if not parent.exists()]
-    work.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(work, os.O_RDONLY)
-    try:
-        _lock(descriptor, work)
+    with locked(work):
         if not (work / ORIGIN).exists() or (work / ORIGIN).read_text() != origin:
-            _empty(work)
+            empty(work)
             (work / ORIGIN).write_text(origin)
         try:
             yield work
@@ -78,18 +75,26 @@ def growing(destination: Path, origin: str, overwrite: bool) -> Iterator[Path]:
             raise
         (work / ORIGIN).unlink()
         _move_into_place(work, destination, overwrite)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes a folder where it is missing and keeps other runs out of it; CheckpointError where one is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise BlockingIOError  # the other run moved it into place between our two calls
+        yield
+    except BlockingIOError as error:
+        raise CheckpointError(f"{folder}: another conversion to this destination is running.") from error
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, work: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise CheckpointError(f"{work}: another conversion to this destination is running.") from error
-
-
-def _empty(folder: Path) -> None:
+def empty(folder: Path) -> None:
+    """Removes all that is in a folder."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -106,7 +111,10 @@ def _move_into_place(work: Path, destination: Path, overwrite: bool) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     os.rename(destination, replaced)
     os.rename(work, destination)
-    shutil.rmtree(replaced)
+    discarded = destination.with_name(f".{destination.name}.discarded")
+    shutil.rmtree(discarded, ignore_errors=True)
+    os.rename(replaced, discarded)  # half removed, it must not be put back
+    shutil.rmtree(discarded)
 
 
 def _replaced(destination: Path) -> Path:

@@ -1,6 +1,7 @@
 """The mixing tensors of a whole model, by their names in a checkpoint."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ def mixing_modules(config: IHAConfig) -> Iterator[tuple[str, nn.Module]]:
 def make_mixing(config: IHAConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """The tensors, filled by the configuration's `mixing_init`; the global random state stays as it was."""
     mixing = {}
-    with torch.random.fork_rng(devices=[]):
+    with _absurd_counts_refused(config), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, module in mixing_modules(config):
             module.initialize(config.mixing_init, config.mixing_init_std)
@@ -36,13 +37,18 @@ def make_mixing(config: IHAConfig, dtype: torch.dtype, seed: int) -> dict[str, t
 
 
 def mixing_shapes(config: IHAConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes that the tensors have; CheckpointError where no memory has room for them."""
+    """The shapes that the tensors have."""
+    with _absurd_counts_refused(config), torch.device("meta"):
+        return {
+            f"{name}.{key}": tuple(tensor.shape)
+            for name, module in mixing_modules(config)
+            for key, tensor in module.state_dict().items()
+        }
+
+
+@contextmanager
+def _absurd_counts_refused(config: IHAConfig) -> Iterator[None]:
     try:
-        with torch.device("meta"):
-            return {
-                f"{name}.{key}": tuple(tensor.shape)
-                for name, module in mixing_modules(config)
-                for key, tensor in module.state_dict().items()
-            }
-    except RuntimeError as error:
+        yield
+    except RuntimeError as error:  # torch has no memory, or no number, for such a size
         raise CheckpointError(f"config.json: num_pseudo_heads={config.num_pseudo_heads!r} is absurd.") from error

@@ -1,6 +1,7 @@
 """Opens what a user names as a checkpoint: a folder, a GGUF file, or a model id of the Hub."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint import CheckpointError
+from .destination import empty, locked
 
 CARRIED_FILES = (
     "tokenizer*",
@@ -41,7 +43,7 @@ def open_source(
             (downloaded into the Hub's cache; pickles are never fetched).
         revision: branch, tag or commit of a Hub id.
         gguf_dtype: dtype that a GGUF file is dequantised to.
-        scratch: where the temporary folder of a GGUF file is made; default the system's.
+        scratch: the folder that a GGUF file is dequantised into and that goes afterwards; default a temporary one.
 
     Raises:
         CheckpointError: the source is none of these, or a GGUF file holds another architecture.
@@ -52,9 +54,14 @@ def open_source(
     elif path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError(f"{path}: the file does not exist.")
-        with tempfile.TemporaryDirectory(prefix=".gguf-", dir=scratch) as folder:
-            _dequantise(path, Path(folder), gguf_dtype)
-            yield Path(folder)
+        scratch = scratch or Path(tempfile.mkdtemp())
+        with locked(scratch):
+            empty(scratch)  # of what a run that was cut off left
+            try:
+                _dequantise(path, scratch, gguf_dtype)
+                yield scratch
+            finally:
+                shutil.rmtree(scratch)
     elif path.exists():
         raise CheckpointError(f"{path}: a file of this kind is no source; name a folder, a .gguf file or a Hub id.")
     else:
@@ -94,7 +101,7 @@ def _dequantise(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
         raise CheckpointError(f"{gguf.name}: Transformers cannot read it ({error}).") from error
     if config.model_type != "llama":
         raise CheckpointError(f"{gguf.name}: model type {config.model_type!r}; only 'llama' becomes IHA.")
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype)
     # Dequantised, the model is a plain one; with these it would be saved as a quantised one.
     model.hf_quantizer = None
     for name in ("quantization_config", "_model_name_or_path"):

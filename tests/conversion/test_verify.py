@@ -412,7 +412,9 @@ def test_command_line_takes_a_classifier_of_the_hub(tmp_path):
 
 def test_command_line_takes_a_gguf_file(smollm2_gguf, smollm2, tmp_path):
     # Reading such a file takes long, so both commands run at once, each on what the other has not made.
-    (tmp_path / "new").mkdir()
+    leftover = tmp_path / "new" / ".iha.dequantised"  # of a run that was killed
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_text("half")
     converting = start_iha("convert", smollm2_gguf, tmp_path / "new" / "iha", "--no-check")
     convert(smollm2, tmp_path / "iha", link=True)
     verifying = start_iha("verify", smollm2_gguf, tmp_path / "iha", "--structure-only")
