@@ -27,7 +27,7 @@ class IHAConfig(LlamaConfig):
         mixing_init_std (`float`, defaults to 1.0):
             Size of the noise of `"exact"` and of the draws of `"normal"`, above 0 and at most 16. It is relative to
             a head: an entry has the standard deviation `mixing_init_std` / sqrt(heads that it mixes). The function of
-            `"exact"` does not depend on it.
+            `"exact"` does not depend on it, but for rounding, which in bfloat16 grows with it a little.
         layer_types (`list[str]`, *optional*):
             `"full_attention"` or `"sliding_attention"` per layer. Default: all sliding where `sliding_window` is
             set, else all full.
@@ -63,6 +63,8 @@ class IHAConfig(LlamaConfig):
             # Transformers' caches read an unset layer_types in their own way, so it is always set.
             default = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [default] * self.num_hidden_layers
+        if not isinstance(self.layer_types, (list, tuple)):
+            raise ValueError(f"layer_types={self.layer_types!r} must be a list with one entry per layer.")
         super().__post_init__(**kwargs)
         self._validate_iha()
 
@@ -114,6 +116,8 @@ class IHAConfig(LlamaConfig):
                     f"num_hidden_layers={self.num_hidden_layers}."
                 )
 
+        if getattr(self, "is_causal", True) is False:
+            raise ValueError("is_causal=False is not supported: it must be True or unset.")
         _check_choice("rope_phases", self.rope_phases, ROPE_PHASES)
         _check_choice("mixing_init", self.mixing_init, MIXING_INITS)
         for layer_type in self.layer_types:
@@ -122,8 +126,14 @@ class IHAConfig(LlamaConfig):
         if isinstance(std, bool) or not isinstance(std, (int, float)) or not 0 < std <= 16:
             raise ValueError(f"mixing_init_std={std!r} must be a number above 0 and at most 16.")
         window = self.sliding_window
-        if window is not None and (type(window) is not int or window < 1):
-            raise ValueError(f"sliding_window={window!r} must be None or an integer of at least 1.")
+        if window is not None and (type(window) is not int or window < 2):
+            raise ValueError(f"sliding_window={window!r} must be None or an integer of at least 2.")
+        rope_type = (self.rope_parameters or {}).get("rope_type")
+        if rope_type == "dynamic" and self.rope_phases == "interleaved" and len(set(per_layer)) > 1:
+            raise ValueError(
+                f"num_pseudo_heads={self.num_pseudo_heads!r} must be one number for all layers with "
+                "rope_phases='interleaved' and rope_type='dynamic', whose frequencies follow the longest position."
+            )
         if window is None and "sliding_attention" in self.layer_types:
             raise ValueError("sliding_window=None must be an integer where layer_types has 'sliding_attention'.")
 

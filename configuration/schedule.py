@@ -19,15 +19,15 @@ def flop_matched_schedule(num_hidden_layers: int, sequence_length: int, num_pseu
         `IHAConfig`.
 
     Raises:
-        ValueError: `sequence_length` is too short for a window of one token, or a count is below 1.
+        ValueError: `sequence_length` is too short for a window of two tokens, or a count is below 1.
     """
     for name, value in (("num_hidden_layers", num_hidden_layers), ("num_pseudo_heads", num_pseudo_heads)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
     window = sequence_length // (2 * num_pseudo_heads**2)
-    if window < 1:
+    if window < 2:
         raise ValueError(
-            f"sequence_length={sequence_length} must be at least 2 P^2 = {2 * num_pseudo_heads**2} tokens."
+            f"sequence_length={sequence_length} must be at least 4 P^2 = {4 * num_pseudo_heads**2} tokens."
         )
     is_global = [
         layer % (SLIDING_LAYERS_PER_GLOBAL + 1) == SLIDING_LAYERS_PER_GLOBAL for layer in range(num_hidden_layers)

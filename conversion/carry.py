@@ -33,21 +33,25 @@ def carry(source: Path, target: Path, link: bool, on_bytes: Callable[[int], None
         on_bytes: told of each number of bytes done.
 
     Raises:
-        CheckpointError: the disk is full, or the source changed meanwhile.
+        CheckpointError: a file system error such as a full disk, or the source changed meanwhile.
     """
     before = source.stat()
     partial = target.with_name(target.name + ".partial")
     partial.unlink(missing_ok=True)
-    if link:
-        os.link(source, partial)
-        on_bytes(before.st_size)
-    else:
-        with source.open("rb") as reader, partial.open("wb") as writer:
-            if _reflink(reader, writer):
-                on_bytes(before.st_size)
-            else:
-                _copy(reader, writer, on_bytes)
-        os.utime(partial, ns=(before.st_atime_ns, before.st_mtime_ns))
+    try:
+        if link:
+            os.link(source, partial)
+            on_bytes(before.st_size)
+        else:
+            with source.open("rb") as reader, partial.open("wb") as writer:
+                if _reflink(reader, writer):
+                    on_bytes(before.st_size)
+                else:
+                    _copy(reader, writer, on_bytes)
+            shutil.copymode(source, partial)
+            os.utime(partial, ns=(before.st_atime_ns, before.st_mtime_ns))
+    except OSError as error:
+        raise CheckpointError(f"{source.name}: {error.strerror}; mend that and run again.") from error
     after = source.stat()
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         partial.unlink()
@@ -111,8 +115,6 @@ def _copy(reader, writer, on_bytes: Callable[[int], None]) -> None:
             if in_kernel and error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 in_kernel = False  # some pairs of file systems lack the call; the positions did not move
                 continue
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CheckpointError(f"{writer.name}: the disk is full; make room and run again.") from error
             raise
         if not done:
             return

@@ -184,7 +184,7 @@ _ROWS = (
         lambda c: f"{c.greedy_prompts - len(c.divergences)} of {c.greedy_prompts} x {c.greedy_tokens}",
     ),
     (
-        "where they part, lead of the first token",
+        "where they part, Llama's lead there",
         lambda c: ", ".join(f"{d.lead:.1e}" for d in c.divergences) or "-",
     ),
     ("explained by rounding", lambda c: "yes" if c.explained else "NO"),

@@ -31,7 +31,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where greedy decoding of a prompt parts: the new token's index, and Llama's lead of its first token there."""
+    """Where greedy decoding of a prompt parts: the new token's index, and Llama's lead of its own token over IHA's."""
 
     prompt: int
     token: int
@@ -66,7 +66,7 @@ class _Run:
     logits: list[torch.Tensor]  # of each prompt, [N, vocabulary], float64
     loss: float
     greedy: torch.Tensor  # [prompts, new tokens]
-    leads: torch.Tensor  # [prompts, new tokens], of the first logit over the second
+    steps: torch.Tensor  # [prompts, new tokens, vocabulary], the logits that they were chosen by
 
 
 def compare(
@@ -109,12 +109,13 @@ def compare(
         parted = (a[:length] != b[:length]).nonzero()
         if len(parted):
             token = int(parted[0])
-            divergences.append(Divergence(prompt, token, float(first.leads[prompt][token])))
+            logits = first.steps[prompt, token]
+            divergences.append(Divergence(prompt, token, float(logits[a[token]] - logits[b[token]])))
     return Comparison(
         dtype=str(dtype).removeprefix("torch."),
         loss_source=first.loss,
         loss_destination=second.loss,
-        max_difference=max(float(difference.max()) for difference in differences),
+        max_difference=float(torch.stack([difference.max() for difference in differences]).max()),
         mean_difference=sum(float(difference.mean(-1).sum()) for difference in differences) / tokens,
         largest_logit=max(float(logits.abs().max()) for logits in first.logits),
         kl_divergence=sum(_kl(a, b) for a, b in zip(first.logits, second.logits, strict=True)) / tokens,
@@ -147,10 +148,10 @@ def _run(folder: Path, prompts: list[torch.Tensor], dtype: torch.dtype, new_toke
             stopping_criteria=StoppingCriteriaList([_Progress(bar)]),
         )
     greedy = generated.sequences[:, -len(generated.logits) :].cpu()
-    top = torch.stack(generated.logits, dim=1).double().topk(2).values.cpu()
+    steps = torch.stack(generated.logits, dim=1).double().cpu()
     del model
     gc.collect()
-    return _Run(logits, nll / sum(len(prompt) - 1 for prompt in prompts), greedy, top[..., 0] - top[..., 1])
+    return _Run(logits, nll / sum(len(prompt) - 1 for prompt in prompts), greedy, steps)
 
 
 def _left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:

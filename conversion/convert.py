@@ -22,7 +22,7 @@ from .checkpoint import (
     read_checkpoint,
     resolve_inside,
 )
-from .destination import ORIGIN, check_destination, growing, nearest_folder, work_folder
+from .destination import workshop
 from .llama import main_dtype, read_llama
 from .mixing import make_mixing
 from .source import CARRIED_FILES, open_source
@@ -70,9 +70,10 @@ def convert(
         ValueError: a field of the configuration has a value that is not allowed.
     """
     destination = Path(os.path.abspath(destination))
-    check_destination(source, destination, overwrite)
-    scratch = nearest_folder(destination) / f".{destination.name}.dequantised"
-    with open_source(source, revision, gguf_dtype, scratch) as folder:
+    with (
+        workshop(source, destination, overwrite) as place,
+        open_source(source, revision, gguf_dtype, place.scratch) as folder,
+    ):
         llama = read_llama(folder)
         config = IHAConfig.from_llama(
             build_config(llama, LlamaConfig),
@@ -82,19 +83,18 @@ def convert(
             mixing_init_std=mixing_init_std,
         )
         mixing = make_mixing(config, main_dtype(llama), seed)
-        files = _files_to_carry(llama, work_folder(destination))
-        origin = json.dumps({"source": str(folder.resolve()), "link": link})
-        with growing(destination, origin, overwrite) as work:
-            require_room(files, work, link)
-            _carry_files(files, work, link)
-            if mixing:
-                # Not save_file, which makes the file unreadable for others than its owner.
-                (work / MIXING_FILE).write_bytes(save(mixing, metadata={"format": "pt"}))
-            _write_index(llama, mixing, work)
-            write_bundle(work)
-            config.auto_map = dict(AUTO_MAP)
-            config.save_pretrained(work)
-            read_checkpoint(work)
+        files = _files_to_carry(llama, place.new)
+        place.begin(_origin(files, link))
+        require_room(files, place.scratch, link)
+        _carry_files(files, place.new, link)
+        if mixing:
+            # Not save_file, which makes the file unreadable for others than its owner.
+            (place.new / MIXING_FILE).write_bytes(save(mixing, metadata={"format": "pt"}))
+        _write_index(llama, mixing, place.new)
+        write_bundle(place.new)
+        config.auto_map = dict(AUTO_MAP)
+        config.save_pretrained(place.new)
+        read_checkpoint(place.new)
     return check_mixing(config, mixing)
 
 
@@ -104,14 +104,20 @@ def _files_to_carry(llama: Checkpoint, work: Path) -> list[tuple[Path, Path]]:
     names = {shard: CARRIED_WEIGHTS if shard == WEIGHTS else shard for shard in llama.shards}
     for pattern in CARRIED_FILES:
         for path in sorted(llama.folder.glob(pattern)):
-            if path.is_file():
+            if not path.is_dir():
                 name = path.relative_to(llama.folder).as_posix()
                 names[name] = name
     return [(resolve_inside(llama.folder, name), work / target) for name, target in names.items()]
 
 
+def _origin(files: list[tuple[Path, Path]], link: bool) -> str:
+    """Tells this very source, and the way of carrying it, from any other."""
+    stats = [(str(source), source.stat()) for source, _ in files]
+    return json.dumps({"link": link, "files": [(n, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in stats]})
+
+
 def _carry_files(files: list[tuple[Path, Path]], work: Path, link: bool) -> None:
-    wanted = {work / ORIGIN, *(target for _, target in files)}
+    wanted = {target for _, target in files}
     for leftover in work.rglob("*"):
         if leftover.is_file() and leftover not in wanted:
             leftover.unlink()

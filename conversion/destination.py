@@ -9,22 +9,97 @@ from pathlib import Path
 
 from .checkpoint import CheckpointError, read_json
 
-ORIGIN = ".origin"  # in the hidden folder: what it is made from, so that only the same run goes on with it
+MARKER = ".made-by-iha-convert"  # in the hidden folder; no folder without it is ever emptied or taken over
 
 
-def check_destination(source: str | os.PathLike, destination: Path, overwrite: bool) -> None:
+class Workshop:
     """
-    Refuses a destination that exists (but for an IHA folder with `overwrite`), or that the source lies in or around.
+    The hidden folder `.NAME.converting` beside a destination, held by one run at a time.
+
+    `new` is where the destination grows; what an interrupted run left there is kept for the next one from the same
+    origin. `scratch` is free for what a run needs on the way.
+    """
+
+    def __init__(self, destination: Path, overwrite: bool):
+        self.destination, self.overwrite = destination, overwrite
+        self.folder = workshop_folder(destination)
+        self.new, self.old, self.scratch = (self.folder / name for name in ("new", "old", "scratch"))
+        self.marker = self.folder / MARKER
+
+    def open(self) -> None:
+        """Puts back what a run that was cut off had in hand."""
+        if not self.marker.exists():
+            if any(self.folder.iterdir()):
+                raise CheckpointError(f"{self.folder}: not made by a conversion, so it is not touched; move it away.")
+            self.marker.touch()
+        if self.old.exists() and self.new.exists() and not os.path.lexists(self.destination):
+            os.rename(self.old, self.destination)  # cut off between the two renames of an --overwrite
+        for leftover in (self.old, self.scratch):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self.new.mkdir(exist_ok=True)
+        self.scratch.mkdir()
+
+    def begin(self, origin: str) -> None:
+        """Empties `new` unless it grew from this very origin."""
+        if self.marker.read_text() != origin:
+            shutil.rmtree(self.new)
+            self.new.mkdir()
+            self.marker.write_text(origin)
+
+    def finish(self) -> None:
+        """Moves `new` into place; CheckpointError where something else has taken its place meanwhile."""
+        check_free(self.destination, self.overwrite)
+        if self.destination.exists():
+            os.rename(self.destination, self.old)
+        os.rename(self.new, self.destination)
+
+
+@contextmanager
+def workshop(source: str | os.PathLike, destination: Path, overwrite: bool) -> Iterator[Workshop]:
+    """
+    Opens the workshop of a destination and, where the block ends well, has the destination in place. Where it fails,
+    what was carried stays for the next run; where nothing was, nothing stays.
+
+    Args:
+        source: what is converted; it must lie outside of all that is written.
+        destination: the folder to make.
+        overwrite: whether an IHA folder in its place is replaced.
 
     Raises:
-        CheckpointError: with the reason.
+        CheckpointError: the destination is taken, another run is at it, or the source lies in or around it.
     """
-    source, target = Path(source), destination.resolve()
-    if source.is_dir() and (target.is_relative_to(source.resolve()) or source.resolve().is_relative_to(target)):
-        raise CheckpointError(f"{destination}: the destination must lie outside the source, which is never touched.")
-    replaced = _replaced(destination)
-    if replaced.exists() and not os.path.lexists(destination):
-        os.rename(replaced, destination)  # an overwriting run was cut off between its two renames
+    _check_apart(Path(source), destination)
+    check_free(destination, overwrite)
+    place = Workshop(destination, overwrite)
+    made = [parent for parent in place.folder.parents if not parent.exists()]
+    if place.folder.is_symlink():
+        raise CheckpointError(f"{place.folder}: is a link, and a conversion writes through none; remove it.")
+    place.folder.mkdir(parents=True, exist_ok=True)
+    lock = _lock(place.folder)
+    try:
+        place.open()
+        try:
+            check_free(destination, overwrite)  # once more: it may have been put back
+            yield place
+            place.finish()
+        except BaseException:
+            shutil.rmtree(place.scratch, ignore_errors=True)
+            if not any(place.new.iterdir()):
+                shutil.rmtree(place.folder)
+                for parent in made:
+                    parent.rmdir()
+            raise
+        shutil.rmtree(place.folder)
+    finally:
+        os.close(lock)
+
+
+def workshop_folder(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.converting")
+
+
+def check_free(destination: Path, overwrite: bool) -> None:
+    """CheckpointError where the destination exists, but for an IHA folder or an empty one with `overwrite`."""
     if not os.path.lexists(destination):
         return
     if not overwrite:
@@ -35,87 +110,24 @@ def check_destination(source: str | os.PathLike, destination: Path, overwrite: b
         raise CheckpointError(f"{destination}: --overwrite replaces IHA folders only, and this is another model's.")
 
 
-def work_folder(destination: Path) -> Path:
-    """The hidden folder in which a destination grows."""
-    return destination.with_name(f".{destination.name}.converting")
+def _check_apart(source: Path, destination: Path) -> None:
+    if not source.exists():
+        return  # a Hub id
+    source = source.resolve()
+    for written in (destination.resolve(), workshop_folder(destination).resolve()):
+        if written.is_relative_to(source) or source.is_relative_to(written):
+            raise CheckpointError(
+                f"{destination}: the destination must lie outside the source, which is never touched."
+            )
 
 
-def nearest_folder(destination: Path) -> Path:
-    """The folder nearest above the destination that exists; nothing is made before the source is known to be good."""
-    return next(parent for parent in destination.parents if parent.is_dir())
-
-
-@contextmanager
-def growing(destination: Path, origin: str, overwrite: bool) -> Iterator[Path]:
-    """
-    Yields the hidden folder, with what an interrupted run from the same origin left in it, and moves it into place
-    when the block ends well. Where the block fails it stays for the next run, unless it holds nothing yet.
-
-    Args:
-        destination: the folder to make.
-        origin: names what it is made from, and how.
-        overwrite: whether an IHA folder in its place is replaced.
-
-    Raises:
-        CheckpointError: another run is at it, or something else has taken its place meanwhile.
-    """
-    work = work_folder(destination)
-    made = [parent for parent in work.parents if not parent.exists()]
-    with locked(work):
-        if not (work / ORIGIN).exists() or (work / ORIGIN).read_text() != origin:
-            empty(work)
-            (work / ORIGIN).write_text(origin)
-        try:
-            yield work
-        except BaseException:
-            if os.listdir(work) == [ORIGIN]:
-                shutil.rmtree(work)
-                for parent in made:
-                    parent.rmdir()
-            raise
-        (work / ORIGIN).unlink()
-        _move_into_place(work, destination, overwrite)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Makes a folder where it is missing and keeps other runs out of it; CheckpointError where one is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _lock(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
-            raise BlockingIOError  # the other run moved it into place between our two calls
-        yield
+            raise BlockingIOError  # the other run ended between our two calls
     except BlockingIOError as error:
-        raise CheckpointError(f"{folder}: another conversion to this destination is running.") from error
-    finally:
         os.close(descriptor)
-
-
-def empty(folder: Path) -> None:
-    """Removes all that is in a folder."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _move_into_place(work: Path, destination: Path, overwrite: bool) -> None:
-    check_destination(work, destination, overwrite)  # once more: it may have appeared meanwhile
-    if not destination.exists():
-        os.rename(work, destination)
-        return
-    replaced = _replaced(destination)
-    shutil.rmtree(replaced, ignore_errors=True)
-    os.rename(destination, replaced)
-    os.rename(work, destination)
-    discarded = destination.with_name(f".{destination.name}.discarded")
-    shutil.rmtree(discarded, ignore_errors=True)
-    os.rename(replaced, discarded)  # half removed, it must not be put back
-    shutil.rmtree(discarded)
-
-
-def _replaced(destination: Path) -> Path:
-    return destination.with_name(f".{destination.name}.replaced")
+        raise CheckpointError(f"{folder}: another conversion to this destination is running.") from error
+    return descriptor

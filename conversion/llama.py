@@ -31,9 +31,14 @@ def read_llama(folder: Path) -> Checkpoint:
         ("quantization_config", "the weights are quantised; dequantise them first"),
         ("auto_map", "the checkpoint brings its own code, so its function is unknown"),
         ("sliding_window", "Llama has no windows, so what it means is unknown"),
+        ("per_layer_config", "layers that differ from each other are not supported"),
     ):
         if config.get(name) is not None:
             raise CheckpointError(f"config.json: {name!r} is set: {why}.")
+    if config.get("is_causal") is False:
+        raise CheckpointError("config.json: 'is_causal' is false: bidirectional models are not supported.")
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError("adapter_config.json: merge the adapter into the model first.")
     if (folder / "tokenizer_config.json").exists() and "auto_map" in read_json(folder, "tokenizer_config.json"):
         raise CheckpointError("tokenizer_config.json: 'auto_map' is set: the tokenizer's own code is not carried.")
     _check_tensors(checkpoint)

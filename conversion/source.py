@@ -1,7 +1,6 @@
 """Opens what a user names as a checkpoint: a folder, a GGUF file, or a model id of the Hub."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 import torch
 
 from .checkpoint import CheckpointError
-from .destination import empty, locked
 
 CARRIED_FILES = (
     "tokenizer*",
@@ -43,7 +41,7 @@ def open_source(
             (downloaded into the Hub's cache; pickles are never fetched).
         revision: branch, tag or commit of a Hub id.
         gguf_dtype: dtype that a GGUF file is dequantised to.
-        scratch: the folder that a GGUF file is dequantised into and that goes afterwards; default a temporary one.
+        scratch: where the temporary folder of a GGUF file is made; default the system's.
 
     Raises:
         CheckpointError: the source is none of these, or a GGUF file holds another architecture.
@@ -54,14 +52,9 @@ def open_source(
     elif path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError(f"{path}: the file does not exist.")
-        scratch = scratch or Path(tempfile.mkdtemp())
-        with locked(scratch):
-            empty(scratch)  # of what a run that was cut off left
-            try:
-                _dequantise(path, scratch, gguf_dtype)
-                yield scratch
-            finally:
-                shutil.rmtree(scratch)
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            _dequantise(path, Path(folder), gguf_dtype)
+            yield Path(folder)
     elif path.exists():
         raise CheckpointError(f"{path}: a file of this kind is no source; name a folder, a .gguf file or a Hub id.")
     else:
@@ -92,15 +85,23 @@ def _dequantise(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
         raise CheckpointError(
             f"{gguf.name}: GGUF files need the gguf package: pip install modeling-iha[gguf]"
         ) from error
+    # Alone in a folder: Transformers would take a tokenizer.json beside the file for the file's own.
+    with tempfile.TemporaryDirectory(dir=folder) as alone:
+        os.symlink(gguf.resolve(), Path(alone, gguf.name))
+        try:
+            _read_and_save({"pretrained_model_name_or_path": alone, "gguf_file": gguf.name}, folder, dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{gguf.name}: {error}") from error
+        except Exception as error:  # the readers raise anything on a damaged file, and so does a full disk
+            raise CheckpointError(f"{gguf.name}: Transformers cannot read it, or save it again ({error}).") from error
+
+
+def _read_and_save(where: dict[str, str], folder: Path, dtype: torch.dtype) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    try:
-        config = AutoConfig.from_pretrained(**where)
-    except Exception as error:  # the readers below raise anything on a damaged file
-        raise CheckpointError(f"{gguf.name}: Transformers cannot read it ({error}).") from error
+    config = AutoConfig.from_pretrained(**where)
     if config.model_type != "llama":
-        raise CheckpointError(f"{gguf.name}: model type {config.model_type!r}; only 'llama' becomes IHA.")
+        raise CheckpointError(f"model type {config.model_type!r}; only 'llama' becomes IHA.")
     model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype)
     # Dequantised, the model is a plain one; with these it would be saved as a quantised one.
     model.hf_quantizer = None

@@ -9,11 +9,13 @@ from safetensors import safe_open
 from transformers import LlamaConfig
 
 from configuration_iha import IHAConfig
+from modeling_iha.bundle import AUTO_MAP
 
 from .checkpoint import Checkpoint, TensorEntry, build_config, resolve_inside
 from .mixing import mixing_shapes
 
 CHUNK = 16 << 20
+LARGEST = 256  # in a mixing tensor; no initialisation comes near it
 
 
 def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str]:
@@ -40,8 +42,8 @@ def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str
     for name, tensor in mixing.items():
         tensor = tensor.double()
         identity = torch.eye(tensor.shape[-1], dtype=torch.float64)
-        if not tensor.isfinite().all():
-            reasons.append(f"{name}: it holds a value that is not finite")
+        if not tensor.abs().max() <= LARGEST:  # also where it is not a number
+            reasons.append(f"{name}: it holds a value beyond {LARGEST}, beside which others are lost to rounding")
         elif name.endswith("q_mix") and not torch.equal(tensor[-1], identity):
             reasons.append(f"{name}: the last pseudo-query is not the plain query")
         elif name.endswith("k_mix") and not torch.equal(tensor, identity.expand_as(tensor)):
@@ -66,7 +68,10 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
     shapes = mixing_shapes(config)
     mixing = {name: entry for name, entry in iha.tensors.items() if name in shapes}
     carried = llama.tensors.keys() & iha.tensors.keys()
-    reasons = _check_fields(build_config(llama, LlamaConfig), config)
+    reasons = []
+    if (iha.folder / "adapter_config.json").exists():
+        reasons.append("adapter_config.json: an adapter would be loaded on top of the model")
+    reasons += _check_fields(build_config(llama, LlamaConfig), config)
     reasons += [
         f"{name}: neither in the source, nor what num_pseudo_heads in config.json needs"
         for name in sorted(iha.tensors.keys() - carried - shapes.keys())
@@ -85,13 +90,14 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
 
 
 def _check_fields(llama_config: LlamaConfig, config: IHAConfig) -> list[str]:
-    """Every field that Llama has, and the architecture, is what the conversion makes of the source's."""
+    """Every field is what the conversion makes of the source's, and there is no other."""
     expected, found = IHAConfig.from_llama(llama_config).to_dict(), config.to_dict()
-    own = {*IHAConfig.__annotations__, "auto_map", "transformers_version", "dtype"}
+    expected["auto_map"] = AUTO_MAP
+    own = {*IHAConfig.__annotations__, "transformers_version"}
     return [
-        f"config.json: {name} is {value!r} in the source, and {found.get(name)!r} here"
-        for name, value in expected.items()
-        if name not in own and found.get(name) != value
+        f"config.json: {name} is {expected.get(name)!r} in the source, and {found.get(name)!r} here"
+        for name in sorted((expected.keys() | found.keys()) - own)
+        if expected.get(name) != found.get(name)
     ]
 
 

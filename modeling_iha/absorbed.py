@@ -4,11 +4,11 @@ import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .masks import hidden, later_pseudo_heads
-from .mixing import IHAMixer
 
 
 def absorbed_attention(
-    mixer: IHAMixer,
+    k_mix: torch.Tensor,
+    v_mix: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -24,7 +24,7 @@ def absorbed_attention(
     and mixed after; likewise the weights are mixed before they meet the raw values.
 
     Args:
-        mixer: the layer's mixing tensors.
+        k_mix, v_mix: [P, G, G], the layer's mixing of keys and values.
         query: [B, P, H, d], pseudo-queries of the token, turned by their whole phase.
         key: [B, G, K, d], raw keys, turned by their base phase.
         value: [B, G, K, d], raw values.
@@ -39,8 +39,8 @@ def absorbed_attention(
     """
     batch, size, heads, head_dim = query.shape
     groups, keys = key.shape[1:3]
-    k_mix = mixer.k_mix.to(query.dtype).repeat_interleave(heads // groups, dim=1)  # [P, H, G]
-    v_mix = mixer.v_mix.to(query.dtype).repeat_interleave(heads // groups, dim=1)
+    k_mix = k_mix.to(query.dtype).repeat_interleave(heads // groups, dim=1)  # [P, H, G]
+    v_mix = v_mix.to(query.dtype).repeat_interleave(heads // groups, dim=1)
 
     turned = query[:, None]  # [B, 1 or P (j), P (i), H, d]
     if offsets:

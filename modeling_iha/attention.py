@@ -63,10 +63,11 @@ class IHAAttention(LlamaAttention):
             key, value = cache.update(key, value, self.layer_idx)
 
         dropout = self.attention_dropout if self.training else 0.0
-        query = self._pseudo_heads(self.mixer.q_mix, query, offsets)
+        q_mix, k_mix, v_mix = self.mixer()
+        query = self._pseudo_heads(q_mix, query, offsets)
         if tokens == 1 and cache is not None:
             output, weights = absorbed_attention(
-                self.mixer, query, key, value, attention_mask, first_key, self.scaling, tuple(offsets), dropout
+                k_mix, v_mix, query, key, value, attention_mask, first_key, self.scaling, tuple(offsets), dropout
             )
             if self.config._attn_implementation != "eager":
                 weights = None
@@ -77,14 +78,14 @@ class IHAAttention(LlamaAttention):
             output, weights = attention(
                 self,
                 query.transpose(1, 2),
-                self._pseudo_heads(self.mixer.k_mix, key.transpose(1, 2), offsets).transpose(1, 2),
-                self._pseudo_heads(self.mixer.v_mix, value.transpose(1, 2)).transpose(1, 2),
+                self._pseudo_heads(k_mix, key.transpose(1, 2), offsets).transpose(1, 2),
+                self._pseudo_heads(v_mix, value.transpose(1, 2)).transpose(1, 2),
                 virtual_mask(attention_mask, self.num_pseudo_heads, first_key),
                 dropout=dropout,
                 scaling=self.scaling,
                 **kwargs,
             )
-        output = mix_heads(self.collapse.weight, output.reshape(heads_shape))
+        output = self.collapse(output.reshape(heads_shape))
         return self.o_proj(output.flatten(2)), weights
 
     def _pseudo_heads(self, mix: torch.Tensor, heads: torch.Tensor, offsets=()) -> torch.Tensor:

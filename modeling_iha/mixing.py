@@ -39,8 +39,10 @@ def mix_heads(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     Returns:
         [B, N, heads_out, d], contiguous, in the dtype of `x`. Double backward raises a RuntimeError.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))  # before the function, whose backward runs without autocast
+    device = x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and x.dtype != torch.float64:  # which autocast leaves alone
+        x = x.to(torch.get_autocast_dtype(device))  # before the function, whose backward runs without autocast
     batch, tokens, heads_in, head_dim = x.shape
     weight = weight.reshape(-1, heads_in).to(x.dtype)
     mixed = _MixHeads.apply(weight, x.reshape(batch * tokens, heads_in, head_dim))
@@ -58,6 +60,10 @@ class IHAMixer(nn.Module):
         self.q_mix = nn.Parameter(torch.empty(num_pseudo_heads, num_heads, num_heads))
         self.k_mix = nn.Parameter(torch.empty(num_pseudo_heads, num_key_value_heads, num_key_value_heads))
         self.v_mix = nn.Parameter(torch.empty(num_pseudo_heads, num_key_value_heads, num_key_value_heads))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three tensors, through a forward because offloading brings parameters in by its hooks."""
+        return self.q_mix, self.k_mix, self.v_mix
 
     def initialize(self, how: str, std: float):
         """Fills the tensors by `IHAConfig.mixing_init` and `mixing_init_std`; tensors that were loaded are kept."""
@@ -83,6 +89,10 @@ class IHACollapse(nn.Module):
     def __init__(self, num_pseudo_heads: int, num_heads: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, num_pseudo_heads, num_heads))
+
+    def forward(self, pseudo_heads: torch.Tensor) -> torch.Tensor:
+        """[B, N, P H, d] -> [B, N, H, d]."""
+        return mix_heads(self.weight, pseudo_heads)
 
     def initialize(self, how: str, std: float):
         """

@@ -51,6 +51,11 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         if isinstance(module, (IHAMixer, IHACollapse)):
             module.initialize(self.config.mixing_init, self.config.mixing_init_std)
 
+    def _get_files_timestamps(self, working_dir: str | os.PathLike) -> dict[str, float]:
+        # Pushing skips files that lay there before; those of the bundle are written just before this is asked.
+        stamps = super()._get_files_timestamps(working_dir)
+        return {name: stamp for name, stamp in stamps.items() if not name.endswith(".py")}
+
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """
         [`~PreTrainedModel.save_pretrained`], and beside the weights the code that loads them: the folder works with
@@ -66,6 +71,11 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 class IHAModel(IHAPreTrainedModel, Qwen2Model):
     def __init__(self, config: IHAConfig):
         super(Qwen2Model, self).__init__(config)  # past Qwen2Model's own, which would build its layers
+        if "paged" in (config._attn_implementation or ""):
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} is not supported: paged caches (continuous "
+                "batching) hold keys where pseudo-heads cannot reach them. Use 'sdpa' or 'eager'."
+            )
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)

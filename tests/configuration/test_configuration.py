@@ -24,7 +24,17 @@ BAD = [
     ({"layer_types": ["full_attention"]}, "layer_types=.* has 1 entries"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types='chunked_attention' must be one of"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None must be an integer where"),
-    ({"sliding_window": 0}, "sliding_window=0 must be None or an integer of at least 1"),
+    ({"sliding_window": 1}, "sliding_window=1 must be None or an integer of at least 2"),
+    ({"is_causal": False}, "is_causal=False is not supported"),
+    ({"layer_types": "full_attention"}, "layer_types='full_attention' must be a list"),
+    (
+        {
+            "num_pseudo_heads": [2, 1],
+            "rope_phases": "interleaved",
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+        r"num_pseudo_heads=\[2, 1\] must be one number for all layers with",
+    ),
     ({"sliding_window": 4.5}, "sliding_window=4.5 must be"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
     ({"hidden_size": 30, "num_attention_heads": 4}, "hidden size .30. is not a multiple"),
@@ -105,7 +115,7 @@ def test_schedule_is_the_papers():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((7, 7, 2), "sequence_length=7 must be at least 2 P.2 = 8"),
+        ((7, 7, 2), "sequence_length=7 must be at least 4 P.2 = 16"),
         ((0, 64, 2), "num_hidden_layers=0 must be at least 1"),
         ((2, 64, 0), "num_pseudo_heads=0 must be at least 1"),
     ],

@@ -23,6 +23,8 @@ from folders import (
 from safetensors.torch import save_file
 
 from conversion_iha import CheckpointError, convert, verify
+from conversion_iha.destination import MARKER
+from conversion_iha.source import open_source
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 NORM = "model.norm.weight"
@@ -455,13 +457,70 @@ def test_overwrite_cut_off_between_its_renames_is_undone(tmp_path):
     convert(source, tmp_path / "iha")
     before = snapshot(tmp_path / "iha")
     # A process cannot be stopped there reliably, so its state is made: the old folder set aside, the new not in place.
-    (tmp_path / "iha").rename(tmp_path / ".iha.replaced")
+    hidden = tmp_path / ".iha.converting"
+    (hidden / "new").mkdir(parents=True)
+    (hidden / MARKER).touch()
+    (tmp_path / "iha").rename(hidden / "old")
 
     with pytest.raises(CheckpointError, match="exists already"):
         convert(source, tmp_path / "iha")
-
     assert snapshot(tmp_path / "iha") == before
+
+    # Cut off a step later, the new one was in place; the old one is not put back when that one goes.
+    assert not hidden.exists()
+    (hidden / "old").mkdir(parents=True)
+    (hidden / MARKER).touch()
+    shutil.rmtree(tmp_path / "iha")
+    convert(source, tmp_path / "iha")
+    assert verify(source, tmp_path / "iha", dtypes=()).ok
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iha", "llama"]
+
+
+def test_a_hidden_folder_of_somebody_else_is_not_touched(tmp_path):
+    source = make_llama(tmp_path / "llama")
+    hidden = tmp_path / ".iha.converting"
+    hidden.mkdir()
+    (hidden / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not made by a conversion, so it is not touched"):
+        convert(source, tmp_path / "iha")
+    assert [path.name for path in hidden.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("name", [".iha.converting", ".iha.converting/new"])
+def test_the_hidden_folder_is_never_the_source(name, tmp_path):
+    source = make_llama(tmp_path / name)
+    before = snapshot(source)
+    with pytest.raises(CheckpointError, match="must lie outside the source"):
+        convert(source, tmp_path / "iha")
+    assert snapshot(source) == before
+
+
+def test_a_link_in_place_of_the_hidden_folder_is_refused(tmp_path):
+    source, other = make_llama(tmp_path / "llama"), tmp_path / "other"
+    other.mkdir()
+    (other / MARKER).touch()
+    (other / "mine.txt").write_text("mine")
+    (tmp_path / ".iha.converting").symlink_to(other)
+    with pytest.raises(CheckpointError, match="is a link"):
+        convert(source, tmp_path / "iha")
+    assert (other / "mine.txt").exists()
+
+
+def test_a_gguf_source_inside_the_destination_is_refused(smollm2_gguf, tmp_path):
+    convert(make_llama(tmp_path / "llama"), tmp_path / "iha")
+    gguf = tmp_path / "iha" / "model.gguf"
+    gguf.symlink_to(smollm2_gguf)
+    shutil.copy(smollm2_gguf, tmp_path / "iha" / "copy.gguf")
+    with pytest.raises(CheckpointError, match="must lie outside the source"):
+        convert(tmp_path / "iha" / "copy.gguf", tmp_path / "iha", overwrite=True)
+    assert (tmp_path / "iha" / "copy.gguf").stat().st_size == smollm2_gguf.stat().st_size
+
+
+def test_a_gguf_file_has_its_own_tokenizer(smollm2_gguf, tmp_path):
+    shutil.copy(smollm2_gguf, tmp_path / "model.gguf")
+    (tmp_path / "tokenizer.json").write_text("{}")  # of another model, in the same folder
+    with open_source(tmp_path / "model.gguf") as folder:
+        assert len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) == 49152
 
 
 @pytest.mark.parametrize("missing", [1, 0])

@@ -26,6 +26,7 @@ from transformers import LlamaForSequenceClassification
 
 from conversion_iha import CheckpointError, convert, verify
 from conversion_iha.compare import PROMPTS
+from conversion_iha.destination import MARKER
 
 MIXING = "model-mixing.safetensors"
 CARRIED = "model-00001-of-00001.safetensors"
@@ -134,6 +135,10 @@ BROKEN = {
     "rope": (set_config(rope_parameters={"rope_type": "default", "rope_theta": 5.0}), "config.json: rope_parameters"),
     "activation": (set_config(hidden_act="gelu"), "config.json: hidden_act"),
     "tied": (set_config(tie_word_embeddings=True), "config.json: tie_word_embeddings"),
+    "quantised": (set_config(quantization_config={"quant_method": "bitnet"}), "config.json: quantization_config"),
+    "dtype": (set_config(dtype="float16"), "config.json: dtype"),
+    "code": (set_config(auto_map={"AutoConfig": "other.Config"}), "config.json: auto_map"),
+    "q-mix-huge": (lambda folder: edit_mixing(folder, lambda tensors: tensors[Q_MIX][0].fill_(3e38)), "q_mix.*beyond"),
     "head": (set_config(architectures=["IHAForTokenClassification"]), "config.json: architectures"),
 }
 
@@ -166,7 +171,7 @@ def test_structure_is_blind_to_what_changes_nothing(pair, tmp_path):
     # The collapse does not read the first pseudo-query, and any two pseudo-values with the same mean do.
     set_values(Q_MIX, (0, 0, 1), 3.0)(other)
     replace(V_MIX, lambda v_mix: v_mix + torch.tensor([2.0, -2.0])[:, None, None])(other)
-    edit_config(other, mixing_init="normal", dtype="bfloat16")
+    edit_config(other, mixing_init="normal")
 
     result = verify(source, other, dtypes=())
 
@@ -208,6 +213,7 @@ def test_prompts_need_a_causal_model(tmp_path):
 
 
 HOPELESS = {
+    "not-causal": (set_config(is_causal=False), "config.json: .*is_causal=False"),
     "llama": (lambda folder: edit_config(folder, model_type="llama"), "model_type 'llama', an IHA folder has 'iha'"),
     "no-config": (lambda folder: (folder / "config.json").unlink(), "config.json: the file is missing"),
     "truncated": (lambda folder: (folder / MIXING).write_bytes(b"cut"), f"{MIXING}: truncated"),
@@ -412,8 +418,9 @@ def test_command_line_takes_a_classifier_of_the_hub(tmp_path):
 
 def test_command_line_takes_a_gguf_file(smollm2_gguf, smollm2, tmp_path):
     # Reading such a file takes long, so both commands run at once, each on what the other has not made.
-    leftover = tmp_path / "new" / ".iha.dequantised"  # of a run that was killed
+    leftover = tmp_path / "new" / ".iha.converting" / "scratch"  # of a run that was killed
     leftover.mkdir(parents=True)
+    (leftover.parent / MARKER).touch()
     (leftover / "model.safetensors").write_text("half")
     converting = start_iha("convert", smollm2_gguf, tmp_path / "new" / "iha", "--no-check")
     convert(smollm2, tmp_path / "iha", link=True)

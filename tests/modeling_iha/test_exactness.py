@@ -7,9 +7,11 @@ import torch
 from models import smollm2_as_iha
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conversion_iha.compare import norms_in_float64
+from conversion_iha import convert
+from conversion_iha.compare import PROMPTS, compare, norms_in_float64
 from modeling_iha import IHAConfig, IHAForCausalLM
 
+# An entry's noise is std / sqrt(heads mixed): about 0.1 and 1 for the values of SmolLM2's three.
 RECIPES = [
     (size, init, std)
     for size in (2, 4)
@@ -75,28 +77,16 @@ def test_other_recipes_in_public_use_are_not_exact(smollm2, logits64, text, phas
     assert relative_difference(logits64, model, text) > 1e-2
 
 
-def test_bfloat16_parts_only_where_rounding_decides(smollm2, llama, prompts):
-    """Greedy tokens in bfloat16: where the two part, Llama's lead is within what rounding moves a logit by."""
-    source = copy.deepcopy(llama).bfloat16()
-    model = smollm2_as_iha(smollm2, torch.bfloat16)
-    expected, got = greedy(source, prompts), greedy(model, prompts)
-    padding = prompts["input_ids"].shape[1]
-    rounding = 0.0
-    with torch.no_grad():
-        for row in range(len(got)):
-            parted = (expected[row] != got[row]).nonzero()
-            kept = prompts["attention_mask"][row].bool()
-            sequence = torch.cat([prompts["input_ids"][row][kept], expected[row]])[None]
-            ours, theirs = model(sequence).logits[0].float(), source(sequence).logits[0].float()
-            rounding = max(rounding, float((ours - theirs).abs().max()))
-            if len(parted):
-                at = int(kept.sum()) + int(parted[0]) - 1
-                first, second = theirs[at][expected[row, parted[0]]], theirs[at][got[row, parted[0]]]
-                assert first - second <= 2 * (ours[at] - theirs[at]).abs().max()
-    assert padding and rounding <= 0.05 * 41
+@pytest.mark.parametrize(("pseudo_heads", "init", "std"), [(2, "exact", 1.0), (4, "exact", 1.0), (2, "identity", 1.0)])
+def test_bfloat16_greedy_tokens_part_only_where_rounding_decides(smollm2, tmp_path, pseudo_heads, init, std):
+    convert(smollm2, tmp_path / "iha", pseudo_heads, mixing_init=init, mixing_init_std=std, link=True)
+    result = compare(smollm2, tmp_path / "iha", torch.bfloat16, PROMPTS[:5], new_tokens=64)
+    # Where they part, Llama's lead is within what the two logits may have moved by.
+    assert result.explained, result
+    assert len(result.divergences) < 5
 
 
-def test_all_heads_and_phases_survive_a_llama_config_with_every_rope_type():
+def test_every_rope_type_keeps_its_meaning():
     original = {"original_max_position_embeddings": 16}
     ropes = [
         {"rope_type": "default", "rope_theta": 1e4},

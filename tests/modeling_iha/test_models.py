@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,7 +138,7 @@ def test_eager_returns_the_weights_of_virtual_tokens_and_all_hidden_states():
     assert len(output.hidden_states) == 4
 
 
-def test_the_task_heads_train(tmp_path):
+def test_the_task_heads_train():
     ids = tokens(2, 6)
     labels = {
         modeling_iha.IHAForSequenceClassification: {"labels": torch.tensor([0, 1])},
@@ -184,6 +186,50 @@ def test_base_and_second_turn_make_the_phase_and_scale_once(rope_type, phases):
             angle = position * rotary.inv_freq.double().repeat(2)
             turned = cos[0, n] * offset_cos[j] - sin[0, n] * offset_sin[j]
             assert torch.allclose(turned.double(), angle.cos() * rotary.attention_scaling, atol=1e-6)
+
+
+def test_offloaded_layers_compute_the_same(tmp_path):
+    model = tiny_model(dtype=torch.float32, rope_phases="fractional")
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    offloaded = IHAForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    ).eval()
+    ids = tokens(2, 7)
+    with torch.no_grad():
+        assert torch.equal(offloaded(ids).logits, model(ids).logits)
+    how = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(offloaded.generate(ids, **how), model.generate(ids, **how))
+
+
+def test_mixing_takes_the_meta_device_and_leaves_float64_alone_under_autocast():
+    collapse = tiny_model().model.layers[0].self_attn.collapse
+    with torch.autocast("cpu", torch.bfloat16):
+        assert collapse(torch.zeros(1, 3, 8, 4, dtype=torch.float64)).dtype == torch.float64
+        assert collapse.to("meta")(torch.zeros(1, 3, 8, 4, device="meta")).shape == (1, 3, 4, 4)
+
+
+def test_paged_attention_is_refused_at_load():
+    with pytest.raises(ValueError, match=r"attn_implementation='paged\|eager' is not supported"):
+        IHAModel._from_config(tiny_config(), attn_implementation="paged|eager")
+
+
+def test_pushing_while_saving_takes_the_code_along(tmp_path, monkeypatch):
+    model = tiny_model(dtype=torch.float32)
+    pushed = {}
+
+    # Mocks of the Hub, which no test can reach: what would be uploaded is what counts as changed since the start.
+    def upload(folder, repo_id, stamps, **kwargs):
+        pushed.update({p.name: p for p in Path(folder).iterdir() if p.name not in stamps})
+
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", lambda: SimpleNamespace(
+        create_repo=lambda repo_id, **kwargs: SimpleNamespace(repo_id=repo_id)))  # fmt: skip
+    monkeypatch.setattr(model, "_upload_modified_files", upload)
+    monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", lambda *_, **__: SimpleNamespace(
+        save=lambda path: None))  # fmt: skip
+    model.save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="user/model")
+    assert {"modeling_iha.py", "configuration_iha.py", "attention.py", "config.json"} <= set(pushed)
 
 
 WITHOUT_THE_PACKAGE = """
