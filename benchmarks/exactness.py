@@ -71,6 +71,8 @@ def main():
         rows.append(compare(llama, iha, ids, "identity; collapse reads the first (the paper's proof)"))
         set_collapse(iha, MEAN)
         rows.append(compare(llama, iha, ids, "identity; collapse reads the mean"))
+        set_collapse(iha, LAST)
+        rows.append(compare(llama, iha, ids, "identity; collapse reads the last"))
 
         iha = load_iha(folder, rope_phases="shared", mixing_init="identity")
         set_collapse(iha, FIRST)

@@ -40,14 +40,8 @@ class DType(StrEnum):
 
 SOURCE = Annotated[str, typer.Argument(help="Llama checkpoint: a safetensors folder, a .gguf file, or a Hub id.")]
 REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-DTYPES = Annotated[
-    list[DType] | None,
-    typer.Option(
-        "--dtype",
-        help="In which dtype to compare on prompts; may be given several times.",
-        show_default="float32; none for models that continue no prompts",
-    ),
-]
+IN_WHICH_DTYPE = "In which dtype to run both models on prompts; may be given several times."
+FLOAT32 = "float32; none for models that continue no prompts"
 NEW_TOKENS = Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt.")]
 DEVICE = Annotated[str, typer.Option(help="Where the models run: cpu, cuda, ...")]
 
@@ -76,7 +70,7 @@ def convert(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="End by running both models on prompts, as verify does.")
     ] = True,
-    dtype: DTYPES = None,
+    check_dtype: Annotated[list[DType] | None, typer.Option(help=IN_WHICH_DTYPE, show_default=FLOAT32)] = None,
     device: DEVICE = "cpu",
 ) -> None:
     """
@@ -107,7 +101,7 @@ def convert(
         for reason in reasons:
             console.print(f"  {reason}", highlight=False)
     elif check:
-        verify(source, destination, dtype, False, 64, device, revision, False)
+        verify(source, destination, check_dtype, device=device, revision=revision)
     else:
         console.print("The mixing tensors keep the function exactly. To run both models: iha verify", highlight=False)
 
@@ -116,7 +110,7 @@ def convert(
 def verify(
     source: SOURCE,
     destination: Annotated[Path, typer.Argument(help="The IHA folder.")],
-    dtype: DTYPES = None,
+    dtype: Annotated[list[DType] | None, typer.Option(help=IN_WHICH_DTYPE, show_default=FLOAT32)] = None,
     structure_only: Annotated[
         bool, typer.Option("--structure-only", help="The proof alone, without running the models.")
     ] = False,
@@ -129,8 +123,9 @@ def verify(
     Check that an IHA folder computes what its Llama source computes.
 
     First the structural proof: every tensor of the source is there byte for byte, and the mixing tensors meet the
-    conditions under which the function is Llama's. Then both models run on prompts. Exit code 0 where all holds,
-    else 1.
+    conditions under which the function is Llama's. Then both models run on prompts: a difference counts as rounding
+    where no logit moved further than rounding moves one in that dtype, and where greedy decoding took another token
+    only if Llama's lead of its own over it was within that. Exit code 0 where all holds, else 1.
     """
     from .verify import DTYPES as TORCH_DTYPES
     from .verify import verify as run

@@ -118,7 +118,8 @@ def compare(
         max_difference=float(torch.stack([difference.max() for difference in differences]).max()),
         mean_difference=sum(float(difference.mean(-1).sum()) for difference in differences) / tokens,
         largest_logit=max(float(logits.abs().max()) for logits in first.logits),
-        kl_divergence=sum(_kl(a, b) for a, b in zip(first.logits, second.logits, strict=True)) / tokens,
+        # Rounding makes a zero slightly negative.
+        kl_divergence=max(0.0, sum(_kl(a, b) for a, b in zip(first.logits, second.logits, strict=True)) / tokens),
         greedy_prompts=len(prompts),
         greedy_tokens=new_tokens,
         divergences=tuple(divergences),
@@ -133,7 +134,7 @@ def _run(folder: Path, prompts: list[torch.Tensor], dtype: torch.dtype, new_toke
         norms_in_float64(model)
     logits, nll = [], 0.0
     what = f"{model.config.model_type}, {str(dtype).removeprefix('torch.')}"
-    with logging.tqdm(total=len(prompts) + new_tokens, desc=what, unit="step") as bar:
+    with logging.tqdm(total=len(prompts) + new_tokens, desc=what, unit="step", disable=None) as bar:
         for prompt in prompts:
             logits.append(model(prompt[None]).logits[0].double().cpu())
             nll += float(torch.nn.functional.cross_entropy(logits[-1][:-1], prompt[1:].cpu(), reduction="sum"))

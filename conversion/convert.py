@@ -122,7 +122,7 @@ def _carry_files(files: list[tuple[Path, Path]], work: Path, link: bool) -> None
         if leftover.is_file() and leftover not in wanted:
             leftover.unlink()
     total = sum(source.stat().st_size for source, _ in files)
-    with logging.tqdm(total=total, unit="B", unit_scale=True, desc="Carrying weights") as bar:
+    with logging.tqdm(total=total, unit="B", unit_scale=True, desc="Carrying weights", disable=None) as bar:
         for source, target in files:
             target.parent.mkdir(exist_ok=True)
             if is_carried(source, target):

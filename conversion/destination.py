@@ -106,8 +106,15 @@ def check_free(destination: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{destination}: exists already; name another destination, or pass --overwrite.")
     if not destination.is_dir() or destination.is_symlink():
         raise CheckpointError(f"{destination}: --overwrite replaces folders only.")
-    if any(destination.iterdir()) and read_json(destination, "config.json").get("model_type") != "iha":
-        raise CheckpointError(f"{destination}: --overwrite replaces IHA folders only, and this is another model's.")
+    if any(destination.iterdir()) and not _is_iha(destination):
+        raise CheckpointError(f"{destination}: --overwrite replaces IHA folders only, and this is none.")
+
+
+def _is_iha(folder: Path) -> bool:
+    try:
+        return read_json(folder, "config.json").get("model_type") == "iha"
+    except CheckpointError:
+        return False
 
 
 def _check_apart(source: Path, destination: Path) -> None:

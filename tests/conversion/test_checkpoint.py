@@ -389,7 +389,7 @@ def put_link_to_iha(source, destination):
         (put_iha, False, "exists already; name another destination, or pass --overwrite"),
         (put_dangling_link, False, "exists already"),
         (put_file, True, "--overwrite replaces folders only"),
-        (put_folder, True, "config.json: the file is missing"),
+        (put_folder, True, "--overwrite replaces IHA folders only"),
         (put_llama, True, "--overwrite replaces IHA folders only"),
         (put_link_to_iha, True, "--overwrite replaces folders only"),
         (put_dangling_link, True, "--overwrite replaces folders only"),

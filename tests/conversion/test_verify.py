@@ -326,7 +326,7 @@ OPTIONS = {
         "--overwrite",
         "--check",
         "--no-check",
-        "--dtype",
+        "--check-dtype",
         "--device",
     },
     "verify": {"--dtype", "--structure-only", "--new-tokens", "--device", "--revision", "--json"},
