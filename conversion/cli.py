@@ -41,7 +41,7 @@ class DType(StrEnum):
 SOURCE = Annotated[str, typer.Argument(help="Llama checkpoint: a safetensors folder, a .gguf file, or a Hub id.")]
 REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 IN_WHICH_DTYPE = "In which dtype to run both models on prompts; may be given several times."
-FLOAT32 = "float32; none for models that continue no prompts"
+FLOAT32 = "float32; none for classifiers and without a tokenizer"
 NEW_TOKENS = Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt.")]
 DEVICE = Annotated[str, typer.Option(help="Where the models run: cpu, cuda, ...")]
 
@@ -133,7 +133,7 @@ def verify(
     dtypes = tuple(TORCH_DTYPES[name.value] for name in dict.fromkeys(dtype)) if dtype else None
     if structure_only:
         dtypes = ()
-    with _errors():
+    with _errors(as_json):
         result = run(source, destination, dtypes, new_tokens=new_tokens, device=device, revision=revision)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
@@ -162,6 +162,8 @@ def _print(result) -> None:
         for label, show in _ROWS:
             table.add_row(label, *(show(comparison) for comparison in result.comparisons))
         console.print(table)
+    else:
+        console.print("Prompts: none run.", highlight=False)
     console.print("OK" if result.ok else "FAILED", highlight=False)
 
 
@@ -195,12 +197,15 @@ def _parse_counts(text: str) -> int | list[int]:
 
 
 @contextmanager
-def _errors():
+def _errors(as_json: bool = False):
     """Errors that a user can mend are one line, not a traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
-        print(f"iha: {' '.join(str(error).split())}", file=sys.stderr)
+        message = " ".join(str(error).split())
+        if as_json:
+            print(json.dumps({"ok": False, "error": message}, indent=2))
+        print(f"iha: {message}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 

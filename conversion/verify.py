@@ -49,7 +49,7 @@ def verify(
         source: the Llama checkpoint: a folder, a .gguf file, or a Hub id.
         destination: the IHA folder.
         dtypes: of the numeric comparison; empty for the structural proof alone, which runs no model. Default: float32
-            for causal language models, empty for others, which continue no prompts.
+            for causal language models with a tokenizer, empty for others, which continue no prompts.
         prompts, new_tokens, device: see `compare`.
         revision: branch, tag or commit of a Hub id.
 
@@ -67,7 +67,7 @@ def verify(
         architectures = llama.config.get("architectures") or ["LlamaForCausalLM"]
         is_causal_lm = architectures[0] == "LlamaForCausalLM"
         if dtypes is None:
-            dtypes = (torch.float32,) if is_causal_lm else ()
+            dtypes = (torch.float32,) if is_causal_lm and any(folder.glob("tokenizer*")) else ()
         if dtypes and not is_causal_lm:
             raise CheckpointError(
                 f"config.json: architectures {architectures!r}: only causal language models are compared on prompts; "

@@ -436,3 +436,17 @@ def test_command_line_takes_a_gguf_file(smollm2_gguf, smollm2, tmp_path):
     assert code == 0, stderr
     assert "Structure: proved equal. 272 tensors" in stdout
     shutil.rmtree(tmp_path / "new")
+
+
+def test_command_line_without_a_tokenizer_and_json_of_an_error(tmp_path):
+    source = make_llama(tmp_path / "llama")
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    code, stdout, stderr = iha("convert", source, tmp_path / "iha")
+    assert code == 0, stderr
+    assert "Structure: proved equal" in stdout and "Prompts: none run." in stdout
+
+    code, stdout, _ = iha("verify", source, tmp_path / "none", "--json")
+    assert code == 1
+    error = json.loads(stdout)
+    assert error["ok"] is False and "config.json: the file is missing" in error["error"]
