@@ -13,7 +13,7 @@ from .checkpoint import CheckpointError
 
 # The largest logit difference that rounding explains, relative to the largest logit. For the half precisions: Llama's
 # own logits move by 4 % of the largest from float32 to bfloat16 (SmolLM2-135M), and either model may do so.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 PADDING = 0  # any token: the attention mask hides it
 

@@ -1,6 +1,7 @@
 """Opens what a user names as a checkpoint: a folder, a GGUF file, or a model id of the Hub."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,6 +103,12 @@ def _read_and_save(where: dict[str, str], folder: Path, dtype: torch.dtype) -> N
     config = AutoConfig.from_pretrained(**where)
     if config.model_type != "llama":
         raise CheckpointError(f"model type {config.model_type!r}; only 'llama' becomes IHA.")
+    with torch.device("meta"):
+        needed = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) * dtype.itemsize
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise CheckpointError(
+            f"dequantised it takes {needed / 1e9:.2f} GB and {folder.parent} has {free / 1e9:.2f} GB free; make room."
+        )
     model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype)
     # Dequantised, the model is a plain one; with these it would be saved as a quantised one.
     model.hf_quantizer = None

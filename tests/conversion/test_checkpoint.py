@@ -297,6 +297,16 @@ def test_refuses_truncated_gguf_file(smollm2_gguf, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cut.gguf"]
 
 
+def test_refuses_gguf_file_that_does_not_fit_dequantised(smollm2_gguf, tmp_path, monkeypatch):
+    # Mock: a nearly full disk cannot be had here. 134,515,008 parameters in float32 are 538,060,032 bytes.
+    monkeypatch.setattr("conversion_iha.source.shutil.disk_usage", lambda _: SimpleNamespace(free=538_060_031))
+
+    with pytest.raises(CheckpointError, match=r"gguf: dequantised it takes 0\.54 GB and .* has 0\.54 GB free"):
+        convert(smollm2_gguf, tmp_path / "iha")
+
+    assert not list(tmp_path.iterdir())
+
+
 def test_refuses_missing_gguf_file(tmp_path):
     with pytest.raises(CheckpointError, match=r"none\.gguf: the file does not exist"):
         convert(tmp_path / "none.gguf", tmp_path / "iha")
