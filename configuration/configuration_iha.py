@@ -33,6 +33,8 @@ class IHAConfig(LlamaConfig):
             set, else all full.
         sliding_window (`int`, *optional*):
             W in tokens, the token itself counted: a sliding layer's token n sees tokens n-W+1 .. n.
+        is_causal (`bool`, defaults to `True`):
+            False for an encoder: every virtual token sees every virtual token of its sequence. It has no cache.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names the field, the value and what is.
@@ -57,6 +59,7 @@ class IHAConfig(LlamaConfig):
     mixing_init_std: float = 1.0
     layer_types: list[str] | None = None
     sliding_window: int | None = None
+    is_causal: bool = True
 
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
@@ -116,8 +119,10 @@ class IHAConfig(LlamaConfig):
                     f"num_hidden_layers={self.num_hidden_layers}."
                 )
 
-        if getattr(self, "is_causal", True) is False:
-            raise ValueError("is_causal=False is not supported: it must be True or unset.")
+        if not isinstance(self.is_causal, bool):
+            raise ValueError(f"is_causal={self.is_causal!r} must be True or False.")
+        if not self.is_causal and "sliding_attention" in self.layer_types:
+            raise ValueError("is_causal=False needs 'full_attention' in all of layer_types: windows are causal.")
         _check_choice("rope_phases", self.rope_phases, ROPE_PHASES)
         _check_choice("mixing_init", self.mixing_init, MIXING_INITS)
         for layer_type in self.layer_types:

@@ -3,7 +3,7 @@
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .masks import hidden, later_pseudo_heads
+from .virtual_masks import hidden, later_pseudo_heads
 
 
 def absorbed_attention(

@@ -1,41 +1,209 @@
-"""Masks of the virtual sequence, made from Transformers' token-level masks."""
+"""
+Who sees whom, at token level: made by Transformers, or as spans where documents and padding are runs of tokens.
+
+Windows need no mask either: a sliding layer always applies its own (see `pieces.py` and `virtual_masks.py`).
+"""
+
+import copy
+from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils.generic import is_flash_attention_requested
+
+from configuration_iha import IHAConfig
+
+MASK_FUNCTIONS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
-def virtual_mask(
-    mask: torch.Tensor | None, num_pseudo_heads: int, first_key: int | torch.Tensor
-) -> torch.Tensor | None:
+@dataclass(frozen=True)
+class Documents:
     """
-    The mask between virtual tokens: a virtual query sees the P virtual keys of each token that its own token sees,
-    and of its own token only those that flat causality leaves (j <= i).
+    Runs of tokens, each of which sees its own run only; a token of no run is padding and sees nothing.
 
     Args:
-        mask: [B or 1, heads or 1, N, K] at token level, bool (True is seen) or additive; None is causal (and stays
-            None, which every backend reads as flat causality on the longer sequence).
-        num_pseudo_heads: P.
-        first_key: index among the K keys of the first query's own token.
+        spans: (row, start, stop) in order; `start` and `stop` count the row's tokens, cached ones included.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+
+
+Mask = torch.Tensor | BlockMask | Documents | None
+
+
+def token_masks(
+    config: IHAConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | dict | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens: torch.Tensor | None = None,
+) -> dict[str, Mask]:
+    """
+    The token-level mask of each layer type.
+
+    Args:
+        config: names the backend, the layer types and the window.
+        inputs_embeds: [B, N, hidden_size], the new tokens.
+        attention_mask: [B, cached + N], 0 for padding; or a mask that was made before: [B or 1, heads or 1, N, K],
+            bool (True is seen) or additive, a BlockMask, or these by layer type; or None.
+        cache: what was seen before, or None.
+        position_ids: [B or 1, N]. Where there is no padding, any step but 1 begins a document; where there is, a real
+            token that is not after the one before it.
+        cu_seq_lens: [documents + 1], where documents begin and end in the rows laid end to end (FlashAttention's
+            `cu_seq_lens_q`); it goes before `position_ids`.
 
     Returns:
-        [B or 1, heads or 1, N P, K P], of the same kind, or None.
+        By layer type: None (every token sees those up to itself, or all where `config.is_causal` is False),
+        `Documents`, or a mask as above.
+
+    Raises:
+        ValueError: the arguments do not fit each other, or the backend cannot express them.
     """
-    if mask is None:
+    is_flash = is_flash_attention_requested(config)
+    if isinstance(attention_mask, (dict, BlockMask)) or (attention_mask is not None and attention_mask.ndim != 2):
+        if not isinstance(attention_mask, dict):
+            attention_mask = dict.fromkeys(config.layer_types, attention_mask)
+        if is_flash and inputs_embeds.shape[1] > 1 and any(mask is not None for mask in attention_mask.values()):
+            raise ValueError(
+                f"{config._attn_implementation} takes an attention_mask of shape [batch, tokens] only. Use "
+                "attn_implementation='sdpa' for others."
+            )
+        return attention_mask
+
+    batch, tokens = inputs_embeds.shape[:2]
+    cached = cache.get_seq_length() if cache is not None else 0
+    # Nothing below may look into a tensor while a whole model is compiled.
+    looks = is_flash or not torch.compiler.is_compiling()
+    if looks:
+        cached = int(cached)
+        attention_mask = _checked(attention_mask, batch, cached + tokens)
+        if cached and not config.is_causal:
+            raise ValueError(
+                "is_causal=False has no use for a cache: its tokens see later ones. Pass use_cache=False."
+            )
+
+    numbers = None
+    if tokens > 1 and (cu_seq_lens is not None or position_ids is not None) and (looks or cache is None):
+        numbers = _document_numbers(batch, tokens, attention_mask, position_ids, cu_seq_lens, cached)
+        if looks and not (numbers != numbers[:, :1]).any():
+            numbers = None
+        elif cached:
+            raise ValueError(
+                f"position_ids or cu_seq_lens_q begin a document among {tokens} tokens that continue {cached} cached "
+                "ones. Give packed documents without a cache, or each in a row of its own."
+            )
+
+    if tokens > 1 and (is_flash or config._attn_implementation == "sdpa"):
+        if attention_mask is None and numbers is None:
+            return dict.fromkeys(config.layer_types)
+        if looks and (documents := _as_runs(batch, cached + tokens, attention_mask, numbers)):
+            return dict.fromkeys(config.layer_types, documents)
+        if is_flash:
+            raise ValueError(
+                f"{config._attn_implementation} cannot hide tokens in the midst of a document, as attention_mask "
+                "does here. Use attn_implementation='sdpa'."
+            )
+    if tokens == 1:
+        config = for_one_query(config)
+    in_document = None if numbers is None else _same_document(numbers, cache)
+    return {
+        kind: MASK_FUNCTIONS[kind](config, inputs_embeds, attention_mask, cache, and_mask_function=in_document)
+        for kind in dict.fromkeys(config.layer_types)
+    }
+
+
+def pop_cu_seq_lens(kwargs: dict) -> torch.Tensor | None:
+    """FlashAttention's `cu_seq_lens_q`; the others of its kind are told by it."""
+    bounds, key_bounds = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
+    kwargs.pop("max_length_q", None)
+    kwargs.pop("max_length_k", None)
+    if key_bounds is not None and (bounds is None or not torch.equal(bounds, key_bounds)):
+        raise ValueError(f"cu_seq_lens_k={key_bounds.tolist()} must be cu_seq_lens_q: a document attends to itself.")
+    return bounds
+
+
+def for_one_query(config: IHAConfig) -> IHAConfig:
+    """A configuration for which Transformers makes dense masks: one query needs no other, whatever the backend."""
+    config = copy.copy(config)
+    config._attn_implementation_internal = "sdpa"
+    return config
+
+
+def _checked(attention_mask: torch.Tensor | None, batch: int, length: int) -> torch.Tensor | None:
+    """The 2-D mask, or None where it hides nothing."""
+    if attention_mask is None:
         return None
-    batch, heads, queries, keys = mask.shape
-    size = num_pseudo_heads
-    virtual = mask[:, :, :, None, :, None].expand(batch, heads, queries, size, keys, size).clone()
-    query = torch.arange(queries, device=mask.device)
-    later = later_pseudo_heads(size, mask.device)
-    own = virtual[:, :, query, :, first_key + query]  # [N, B, heads, P, P]: the indexed dimension comes first
-    virtual[:, :, query, :, first_key + query] = own.masked_fill(later, hidden(mask.dtype))
-    return virtual.view(batch, heads, queries * size, keys * size)
+    if len(attention_mask) != batch or attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask has the shape {list(attention_mask.shape)}: it must be [{batch}, {length}], the cached "
+            "tokens included."
+        )
+    return None if attention_mask[:, :length].all() else attention_mask
 
 
-def later_pseudo_heads(num_pseudo_heads: int, device: torch.device) -> torch.Tensor:
-    """[P, P] bool, True where pseudo-key j comes after pseudo-query i."""
-    return torch.ones(num_pseudo_heads, num_pseudo_heads, dtype=torch.bool, device=device).triu(1)
+def _document_numbers(
+    batch: int,
+    tokens: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+    cached: int,
+) -> torch.Tensor:
+    """[B, N], the number of each token's document within its row."""
+    if cu_seq_lens is not None:
+        bounds = cu_seq_lens.tolist()
+        if bounds[0] != 0 or bounds[-1] != batch * tokens or sorted(bounds) != bounds:
+            raise ValueError(f"cu_seq_lens_q={bounds} must rise from 0 to the number of tokens, {batch * tokens}.")
+        token = torch.arange(batch * tokens, device=cu_seq_lens.device)
+        return torch.bucketize(token, cu_seq_lens[1:].to(token.dtype), right=True).view(batch, tokens)
+    positions = position_ids.expand(batch, -1)
+    if attention_mask is None:
+        return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    real = attention_mask[:, cached : cached + tokens].bool()
+    last_real = torch.where(real, torch.arange(tokens, device=real.device), 0).cummax(-1).values
+    previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0))
+    begins = real & (positions <= positions.gather(1, previous)) & (real.cumsum(-1) > 1)
+    return begins.cumsum(-1)
 
 
-def hidden(dtype: torch.dtype) -> bool | float:
-    """What a mask of this dtype holds where nothing is seen."""
-    return False if dtype == torch.bool else torch.finfo(dtype).min
+def _as_runs(
+    batch: int, length: int, attention_mask: torch.Tensor | None, numbers: torch.Tensor | None
+) -> Documents | None:
+    """`Documents`, or None where one has padding in its midst."""
+    labels = torch.zeros(batch, length, dtype=torch.long) if numbers is None else numbers.cpu()
+    if attention_mask is not None:
+        labels = torch.where(attention_mask[:, :length].cpu().bool(), labels, -1)
+    begins = torch.ones_like(labels, dtype=torch.bool)
+    begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    stops = torch.cat([starts[1:], starts.new_tensor([labels.numel()])])
+    runs = zip(labels.flatten()[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
+    spans, seen = [], set()
+    for label, start, stop in runs:
+        row = start // length
+        if label < 0:
+            continue
+        if (row, label) in seen:
+            return None
+        seen.add((row, label))
+        spans.append((row, start - row * length, stop - row * length))
+    return Documents(tuple(spans))
+
+
+def _same_document(numbers: torch.Tensor, cache: Cache | None):
+    """Transformers' mask function of packed documents."""
+    if cache is not None:  # an empty one; a static cache's free places belong to no document
+        tokens = numbers.shape[1]
+        keys = max(sum(cache.get_mask_sizes(tokens, layer)) for layer in range(len(cache.layers) or 1))
+        numbers = torch.nn.functional.pad(numbers, (0, keys - tokens), value=-1)
+
+    def mask_function(batch, head, query, key):
+        return numbers[batch, query] == numbers[batch, key]
+
+    return mask_function

@@ -2,14 +2,18 @@
 
 import os
 
+import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModel
 from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaForCausalLM,
@@ -20,8 +24,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from configuration_iha import IHAConfig
 
-from .attention import IHAAttention
+from .attention import IHAAttention, pop_cache
+from .backends import check_backend
 from .bundle import AUTO_MAP, write_bundle
+from .masks import for_one_query, pop_cu_seq_lens, token_masks
 from .mixing import IHACollapse, IHAMixer
 from .rotary import IHARotaryEmbedding
 
@@ -30,8 +36,7 @@ class IHADecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.num_pseudo_heads = config.get_num_pseudo_heads(layer_idx)
-        if self.num_pseudo_heads > 1:
-            self.self_attn = IHAAttention(config, layer_idx)
+        self.self_attn = IHAAttention(config, layer_idx)
 
     def forward(self, hidden_states, position_embeddings=None, **kwargs):
         position_embeddings = position_embeddings[self.num_pseudo_heads]
@@ -42,14 +47,17 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     config: IHAConfig
     config_class = IHAConfig
     _no_split_modules = ["IHADecoderLayer"]
-    # Not before their masks and position_ids are right for virtual tokens: Transformers refuses them at load.
-    _supports_flash_attn = False
-    _supports_flex_attn = False
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         if isinstance(module, (IHAMixer, IHACollapse)):
             module.initialize(self.config.mixing_init, self.config.mixing_init_std)
+
+    def _check_and_adjust_attn_implementation(self, *args, **kwargs) -> str:
+        # Asked at load and by `set_attn_implementation`.
+        implementation = super()._check_and_adjust_attn_implementation(*args, **kwargs)
+        check_backend(self.config, implementation)
+        return implementation
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike) -> dict[str, float]:
         # Pushing skips files that lay there before; those of the bundle are written just before this is asked.
@@ -71,11 +79,6 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 class IHAModel(IHAPreTrainedModel, Qwen2Model):
     def __init__(self, config: IHAConfig):
         super(Qwen2Model, self).__init__(config)  # past Qwen2Model's own, which would build its layers
-        if "paged" in (config._attn_implementation or ""):
-            raise ValueError(
-                f"attn_implementation={config._attn_implementation!r} is not supported: paged caches (continuous "
-                "batching) hold keys where pseudo-heads cannot reach them. Use 'sdpa' or 'eager'."
-            )
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -86,6 +89,26 @@ class IHAModel(IHAPreTrainedModel, Qwen2Model):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | BlockMask | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        *args,
+        inputs_embeds: torch.FloatTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Llama's forward, with the masks of `token_masks`."""
+        if args:
+            raise TypeError("IHAModel takes what follows position_ids by name.")
+        if input_ids is not None and inputs_embeds is None:
+            input_ids, inputs_embeds = None, self.embed_tokens(input_ids)
+        if inputs_embeds is not None:
+            cu_seq_lens = pop_cu_seq_lens(kwargs)
+            cache = pop_cache(dict(kwargs))
+            attention_mask = token_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, cu_seq_lens)
+        return super().forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+
 
 class IHAForCausalLM(IHAPreTrainedModel, LlamaForCausalLM, GenerationMixin):
     def __init__(self, config: IHAConfig):
@@ -94,6 +117,13 @@ class IHAForCausalLM(IHAPreTrainedModel, LlamaForCausalLM, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask, **kwargs):
+        """What `generate` asks with a static cache, before the compiled decoding step; prefill is not compiled."""
+        if inputs_embeds.shape[1] > 1:
+            return attention_mask
+        return create_masks_for_generate(for_one_query(config), inputs_embeds, attention_mask, **kwargs)
 
 
 class IHAForSequenceClassification(GenericForSequenceClassification, IHAPreTrainedModel):

@@ -25,7 +25,8 @@ BAD = [
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types='chunked_attention' must be one of"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=None must be an integer where"),
     ({"sliding_window": 1}, "sliding_window=1 must be None or an integer of at least 2"),
-    ({"is_causal": False}, "is_causal=False is not supported"),
+    ({"is_causal": "no"}, "is_causal='no' must be True or False"),
+    ({"is_causal": False, "sliding_window": 8}, "is_causal=False needs 'full_attention' in all of layer_types"),
     ({"layer_types": "full_attention"}, "layer_types='full_attention' must be a list"),
     (
         {

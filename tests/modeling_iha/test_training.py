@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import smollm2_as_iha, tiny_model, tokens
 
-import modeling_iha.attention
+import modeling_iha.backends
 from modeling_iha.mixing import identity_copies
 
 LEARNING_RATE = 1e-3
@@ -38,12 +38,13 @@ def test_pseudo_heads_of_exact_init_come_apart_in_one_step(smollm2, text):
 
 
 def test_identity_copies_under_a_symmetric_mask_never_do(smollm2, text, monkeypatch):
-    def token_level(mask, size, first_key):
+    def token_level(mask, size, *_):
         seen = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool).tril()
         return seen.repeat_interleave(size, 0).repeat_interleave(size, 1)[None, None]
 
-    monkeypatch.setattr(modeling_iha.attention, "virtual_mask", token_level)
+    monkeypatch.setattr(modeling_iha.backends, "virtual_mask", token_level)
     model = smollm2_as_iha(smollm2, torch.float32, init="identity")
+    model.set_attn_implementation("eager")
     for layer in model.model.layers:  # a collapse that does not tell them apart either
         weight = layer.self_attn.collapse.weight.data
         weight[:] = torch.eye(len(weight))[:, None] / weight.shape[1]

@@ -1,0 +1,152 @@
+"""The attention of virtual tokens by each backend of Transformers, all of them the same function."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.utils.generic import is_flash_attention_requested
+
+from configuration_iha import IHAConfig
+
+from .masks import Documents, Mask
+from .pieces import in_blocks, per_document
+from .virtual_masks import additive, as_dense, causal_mask, hidden, virtual_mask
+
+
+def check_backend(config: IHAConfig, implementation: str):
+    """Raises a ValueError where this attention implementation cannot compute the model's function."""
+    advice = "Use attn_implementation='sdpa' (or 'flex_attention', 'eager')."
+    if implementation.startswith("paged"):
+        raise ValueError(
+            f"attn_implementation={implementation!r} is not supported: paged caches (continuous batching) hold keys "
+            f"where pseudo-heads cannot reach them. {advice}"
+        )
+    if is_flash_attention_requested(requested_attention_implementation=implementation):
+        sizes = [
+            config.get_num_pseudo_heads(layer)
+            for layer, kind in enumerate(config.layer_types)
+            if kind == "sliding_attention"
+        ]
+        if any(size > 1 for size in sizes):
+            raise ValueError(
+                f"attn_implementation={implementation!r} cannot run the sliding layers of this model: a window of "
+                "FlashAttention starts so many keys before each query, and IHA's at a whole token, which with "
+                f"num_pseudo_heads > 1 is not the same. {advice}"
+            )
+    elif implementation not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+        raise ValueError(
+            f"attn_implementation={implementation!r} has no mask function, so padding would be lost. Register one "
+            f"with transformers.AttentionMaskInterface.register, or: {advice}"
+        )
+
+
+def virtual_attention(
+    module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    query_offset: int | torch.Tensor,
+    key_offset: int,
+    dropout: float,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Args:
+        module: the `IHAAttention`, for its P, window, causality, scaling and configuration.
+        query: [B, H, N P, d]; key, value: [B, G, K P, d]: virtual tokens, in order.
+        mask: between tokens, one of those that `token_masks` gives.
+        query_offset, key_offset: the first query's and the first key's token, counted from the row's first.
+        dropout: probability with which a weight is dropped.
+        kwargs: of the attention function.
+
+    Returns:
+        Output [B, N P, H, d], and the weights [B, H, N P, K P] where the backend is `eager`.
+    """
+    implementation = module.config._attn_implementation
+    if query.shape[2] == 1 and implementation != "eager":
+        implementation = "sdpa"  # one query needs no kernel of its own
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+    attention = functools.partial(interface, module, dropout=dropout, scaling=module.scaling, **kwargs)
+    states = (query, key, value)
+    if is_flash_attention_requested(requested_attention_implementation=implementation):
+        return _flash(module, attention, states, mask, query_offset, key_offset), None
+    if implementation == "sdpa":
+        return _sdpa(module, attention, states, mask, query_offset, key_offset, dropout), None
+    return _dense(module, attention, states, mask, query_offset - key_offset)
+
+
+def _dense(module, attention: Callable, states, mask: Mask, first_key: int | torch.Tensor):
+    """With the mask of all virtual tokens: eager and the like, and flex_attention, for which it lists blocks."""
+    query, key, _ = states
+    size = module.num_pseudo_heads
+    batch, queries, keys = len(query), query.shape[2] // size, key.shape[2] // size
+    is_flex = module.config._attn_implementation == "flex_attention"
+    if mask is None and module.is_causal:
+        mask = causal_mask(queries, keys, first_key, query.device)
+    if isinstance(mask, BlockMask) and not is_flex:
+        mask = as_dense(mask, batch, queries, keys)
+    if mask is not None:
+        mask = virtual_mask(mask, size, first_key, module.sliding_window, module.is_causal)
+    if isinstance(mask, torch.Tensor):
+        # Eager's softmax is float32 in every model: what float64 has beyond it would be infinite there.
+        mask = additive(mask, query.dtype).clamp(min=max(hidden(query.dtype), hidden(torch.float32)))
+        if is_flex and mask.shape[1] > 1:
+            raise ValueError("flex_attention takes no attention_mask with a dimension of heads: give a BlockMask.")
+        if is_flex:
+            mask = mask.expand(batch, -1, -1, -1)
+    return attention(*states, mask)
+
+
+def _sdpa(module, attention: Callable, states, mask: Mask, query_offset, key_offset: int, dropout: float):
+    size, window, is_causal = module.num_pseudo_heads, module.sliding_window, module.is_causal
+
+    def attend(query, key, value, first_key, mask=None):
+        queries, keys = query.shape[2] // size, key.shape[2] // size
+        fits_window = window is None or window >= keys
+        if mask is None and not is_causal:
+            return attention(query, key, value, None, is_causal=False)[0]
+        if mask is None and fits_window and (queries == keys or queries * size == 1):
+            return attention(query, key, value, None, is_causal=True)[0]
+        return in_blocks(
+            query, key, value, mask, size, first_key, window, is_causal, scaling=module.scaling, dropout=dropout
+        )
+
+    if isinstance(mask, Documents):
+        offsets = (query_offset, key_offset)
+        return per_document(lambda *pieces: list(map(attend, *pieces)), *states, mask, size, offsets)
+    if isinstance(mask, BlockMask):
+        query, key, _ = states
+        mask = as_dense(mask, len(query), query.shape[2] // size, key.shape[2] // size)
+    return attend(*states, query_offset - key_offset, mask)
+
+
+def _flash(module, attention: Callable, states, mask: Documents | None, query_offset: int, key_offset: int):
+    attention = functools.partial(attention, is_causal=module.is_causal, sliding_window=module.sliding_window)
+    if mask is None:
+        return attention(*states, None)[0]
+
+    def attend(queries, keys, values, first_keys):
+        """All documents in one call; its causality is aligned at the last query of each, as caches need."""
+        query_lengths, key_lengths = ([piece.shape[2] for piece in pieces] for pieces in (queries, keys))
+        output, _ = attention(
+            torch.cat(queries, 2),
+            torch.cat(keys, 2),
+            torch.cat(values, 2),
+            None,
+            cu_seq_lens_q=_bounds(query_lengths, queries[0].device),
+            cu_seq_lens_k=_bounds(key_lengths, queries[0].device),
+            max_length_q=max(query_lengths),
+            max_length_k=max(key_lengths),
+        )
+        return output.split(query_lengths, dim=1)
+
+    return per_document(attend, *states, mask, module.num_pseudo_heads, (query_offset, key_offset))
+
+
+def _bounds(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)

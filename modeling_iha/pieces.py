@@ -1,0 +1,149 @@
+"""
+The virtual sequence in pieces, so that no mask of (N P)^2 is ever made: each document on its own, a window or a mask
+in blocks of queries. Time and memory are those of the pairs that see each other, forward and backward.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from .masks import Documents
+from .virtual_masks import additive, causal_mask, virtual_mask
+
+SMALLEST_BLOCK = 64  # tokens; below it a call costs more than what a smaller block would save
+LARGEST_MASK = 2**23  # entries of one block's mask
+
+
+class _Cut(torch.autograd.Function):
+    """Views of overlapping slices. Their gradients add up in one buffer, where autograd would fill one per slice."""
+
+    @staticmethod
+    def forward(ctx, x, pieces):
+        ctx.shape, ctx.pieces = x.shape, pieces
+        return tuple(x[rows, :, tokens] for rows, tokens in pieces)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        total = grads[0].new_zeros(ctx.shape)
+        for (rows, tokens), grad in zip(ctx.pieces, grads, strict=True):
+            total[rows, :, tokens] += grad
+        return total, None
+
+
+def cut(x: torch.Tensor, pieces: list[tuple[slice, slice]]) -> tuple[torch.Tensor, ...]:
+    """[B, heads, length, d] -> the pieces x[rows, :, tokens], as views."""
+    return _Cut.apply(x, pieces)
+
+
+def per_document(
+    attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, size: int, offsets
+) -> torch.Tensor:
+    """
+    Attention document by document.
+
+    Args:
+        attend: called with the query [1, H, n P, d], key and value [1, G, k P, d] of each document, as lists, and the
+            list of indices of their first queries' own tokens among their keys; gives the outputs [1, n P, H, d].
+        query: [B, H, N P, d]; key, value: [B, G, K P, d].
+        size: P.
+        offsets: (of the first query, of the first key) in tokens from the row's first.
+
+    Returns:
+        [B, N P, H, d], zero for padding.
+    """
+    first_query, first_key = offsets
+    batch, heads, length, head_dim = query.shape
+    query_pieces, key_pieces, first_keys = [], [], []
+    for row, start, stop in documents.spans:
+        if stop <= first_query:
+            continue
+        query_start, key_start = max(start, first_query), max(start, first_key)
+        rows = slice(row, row + 1)
+        query_pieces.append((rows, slice((query_start - first_query) * size, (stop - first_query) * size)))
+        key_pieces.append((rows, slice((key_start - first_key) * size, (stop - first_key) * size)))
+        first_keys.append(query_start - key_start)
+    if not query_pieces:
+        return query.new_zeros(batch, length, heads, head_dim)
+    outputs = attend(cut(query, query_pieces), cut(key, key_pieces), cut(value, key_pieces), first_keys)
+
+    whole, end = [], 0
+    for (rows, tokens), output in zip(query_pieces, outputs, strict=True):
+        start = rows.start * length + tokens.start
+        whole += [output.new_zeros(start - end, heads, head_dim), output[0]]
+        end = rows.start * length + tokens.stop
+    whole.append(query.new_zeros(batch * length - end, heads, head_dim))
+    return torch.cat(whole).view(batch, length, heads, head_dim)
+
+
+def in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    size: int,
+    first_key: int | torch.Tensor,
+    window: int | None,
+    is_causal: bool,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """
+    Attention block of queries by block of queries, each against the keys that its window reaches.
+
+    Args:
+        query: [B, H, N P, d]; key, value: [B, G, K P, d].
+        mask: [B or 1, heads or 1, N, K] at token level, bool or additive; None where causality and window say it all.
+        size: P.
+        first_key: index among the K keys of the first query's own token; a tensor (static caches, compiled) leaves
+            the keys uncut and needs a mask.
+        window: W in tokens, or None.
+
+    Returns:
+        [B, N P, H, d].
+    """
+    batch, heads, length, head_dim = query.shape
+    groups, tokens, keys = key.shape[1], length // size, key.shape[2] // size
+    cuts_keys = is_causal and not isinstance(first_key, torch.Tensor)
+    if window is not None and cuts_keys:
+        block = max(window // 4, SMALLEST_BLOCK)
+    else:
+        rows = 1 if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
+        block = max(LARGEST_MASK // (rows * size * size * keys), 1)
+    blocks = [(start, min(start + block, tokens)) for start in range(0, tokens, block)]
+    reach = [
+        (max(start + first_key + 1 - window, 0) if window else 0, stop + first_key) if cuts_keys else (0, keys)
+        for start, stop in blocks
+    ]
+    every = slice(None)
+    key_pieces = [(every, slice(low * size, high * size)) for low, high in reach]
+    query_pieces = [(every, slice(start * size, stop * size)) for start, stop in blocks]
+
+    masks, outputs = {}, []
+    pieces = zip(blocks, reach, cut(query, query_pieces), cut(key, key_pieces), cut(value, key_pieces), strict=True)
+    for (start, stop), (low, high), block_query, block_key, block_value in pieces:
+        own = start + first_key - low
+        shape = (stop - start, high - low, own)
+        if mask is not None:
+            seen = mask[:, :, start:stop, low:high]
+        elif shape not in masks:
+            seen = causal_mask(stop - start, high - low, own, query.device)
+        if mask is not None or shape not in masks:
+            seen = additive(virtual_mask(seen, size, own, window, is_causal), query.dtype)
+            # The H / G query heads of a key head as further rows of it: no copies of keys.
+            if seen.shape[1] > 1:
+                seen = seen.reshape(len(seen), groups, -1, seen.shape[-1])
+            else:
+                seen = seen.repeat(1, 1, heads // groups, 1)
+            masks = {shape: seen}  # blocks in the midst are alike; each other kind comes once
+        rows = (stop - start) * size
+        output = scaled_dot_product_attention(
+            block_query.reshape(batch, groups, -1, head_dim),
+            block_key,
+            block_value,
+            attn_mask=masks[shape],
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        outputs.append(output.view(batch, heads, rows, head_dim).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
