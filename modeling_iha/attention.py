@@ -62,9 +62,9 @@ class IHAAttention(LlamaAttention):
         query_offset = key_offset = 0  # tokens before the first query and the first key
         if cache is not None:
             _, key_offset = cache.get_mask_sizes(tokens, self.layer_idx)
-            query_offset = (
-                cache.get_query_offset(self.layer_idx) + 0
-            )  # a static cache's is a tensor that `update` moves
+            query_offset = cache.get_query_offset(self.layer_idx)
+            if isinstance(query_offset, torch.Tensor):
+                query_offset = query_offset.clone()  # `update` moves a static cache's
             key, value = cache.update(key, value, self.layer_idx)
             if tokens > 1 and not torch.compiler.is_compiling():
                 query_offset = int(query_offset)

@@ -43,6 +43,7 @@ def naive_iha(
     inv_freq: torch.Tensor,
     positions: list[float],
     sees: Callable[[int, int], bool],
+    is_causal: bool = True,
 ) -> torch.Tensor:
     """
     Args:
@@ -50,6 +51,7 @@ def naive_iha(
         weights: the layer's parameters by name; without mixing tensors it is plain attention (P = 1).
         positions: of each token.
         sees: whether token n sees token m, beside flat causality.
+        is_causal: whether a virtual token sees only those up to itself.
 
     Returns:
         [N, hidden_size]; the rows of tokens that see nothing are zero.
@@ -77,7 +79,8 @@ def naive_iha(
     head_dim = q.shape[-1]
     attended = torch.zeros(tokens, size, heads, head_dim, dtype=torch.float64)
     for index, (n, i) in enumerate(virtual):
-        seen = [(m, j) for (m, j) in virtual[: index + 1] if sees(n, m)]
+        before = virtual[: index + 1] if is_causal else virtual
+        seen = [(m, j) for (m, j) in before if sees(n, m)]
         for h in range(heads):
             g = h // (heads // groups)
             logits = [float(queries[n, i, h] @ keys[m, j, g]) / math.sqrt(head_dim) for m, j in seen]

@@ -1,0 +1,92 @@
+"""One layer of a model, run with everything a model does about masks and caches, and run by the naive reference."""
+
+import pytest
+import torch
+from naive import naive_iha
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from modeling_iha import IHAConfig, IHAModel
+
+
+@pytest.fixture
+def float64_throughout(monkeypatch):
+    """Transformers' rotary tables and eager's softmax are float32 always; beside them nothing shows at 1e-10."""
+
+    def tables(self, x, position_ids):
+        angles = position_ids[..., None].double() * self.inv_freq.double()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", tables)
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim=dim))
+
+
+class OneLayer:
+    """A model of one layer with random tensors; what enters and leaves its attention is recorded."""
+
+    def __init__(self, heads=(4, 2), head_dim=8, attention="sdpa", dtype=torch.float64, **fields):
+        torch.manual_seed(0)
+        self.heads = heads
+        self.config = IHAConfig(
+            vocab_size=8,
+            hidden_size=head_dim * heads[0],
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=heads[0],
+            num_key_value_heads=heads[1],
+            mixing_init="normal",
+            mixing_init_std=0.7,
+            initializer_range=0.3,
+            **fields,
+        )
+        self.model = IHAModel._from_config(self.config).to(dtype).eval()
+        self.config = self.model.config
+        self.config._attn_implementation = attention
+        self.dtype = dtype
+        self.model.layers[0].self_attn.register_forward_hook(self._record, with_kwargs=True)
+
+    def _record(self, module, args, kwargs, output):
+        self.entered.append(kwargs["hidden_states"])
+        self.left.append(output[0])
+
+    @torch.no_grad()
+    def __call__(self, x, positions, mask=None, chunks=None, cache=None, **kwargs):
+        """What enters the attention and what leaves it, each [B, N, hidden_size], run in chunks of these sizes."""
+        self.entered, self.left = [], []
+        start = 0
+        for size in chunks or [x.shape[1]]:
+            stop = start + size
+            self.model(
+                inputs_embeds=x[:, start:stop],
+                position_ids=None if positions is None else positions[:, start:stop],
+                attention_mask=mask if mask is None or mask.ndim != 2 else mask[:, :stop],
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **kwargs,
+            )
+            start = stop
+        return torch.cat(self.entered, 1), torch.cat(self.left, 1)
+
+    def input(self, batch, tokens):
+        x = torch.randn(batch, tokens, self.config.hidden_size, dtype=torch.float64)
+        return x.to(self.dtype)
+
+    def reference(self, entered, positions, sees):
+        """One row, by `naive_iha`."""
+        attention = self.model.layers[0].self_attn
+        return naive_iha(
+            entered.double(),
+            dict(attention.state_dict()),
+            *self.heads,
+            self.config.rope_phases,
+            self.model.rotary_emb.inv_freq,
+            positions.tolist(),
+            sees,
+            is_causal=self.config.is_causal,
+        )
+
+
+def assert_close(result, expected, tolerance=1e-10):
+    assert torch.isfinite(result).all()
+    assert (result - expected).abs().max() <= tolerance * expected.abs().max()
