@@ -68,7 +68,7 @@ class IHAAttention(LlamaAttention):
             key, value = cache.update(key, value, self.layer_idx)
             if tokens > 1 and not torch.compiler.is_compiling():
                 query_offset = int(query_offset)
-        if self.is_causal and not isinstance(query_offset, torch.Tensor) and not isinstance(attention_mask, BlockMask):
+        if self.is_causal and not isinstance(query_offset, torch.Tensor):
             key, value, attention_mask, key_offset = self._within_reach(
                 key, value, attention_mask, tokens, query_offset, key_offset
             )
@@ -102,7 +102,9 @@ class IHAAttention(LlamaAttention):
     def _within_reach(self, key, value, mask, tokens: int, query_offset: int, key_offset: int):
         """The keys from the first query's window to the last query's own token: no others are mixed."""
         first, stop = 0, query_offset + tokens - key_offset
-        if self.sliding_window is not None:
+        if isinstance(mask, BlockMask) and mask.seq_lengths[1] != stop:
+            return key, value, mask, key_offset
+        if self.sliding_window is not None and not isinstance(mask, BlockMask):
             first = max(query_offset + 1 - self.sliding_window - key_offset, 0)
         if isinstance(mask, torch.Tensor):
             mask = mask[..., first:stop]

@@ -17,30 +17,29 @@ from .pieces import in_blocks, per_document
 from .virtual_masks import additive, as_dense, causal_mask, hidden, virtual_mask
 
 
-def check_backend(config: IHAConfig, implementation: str):
+def check_backend(config: IHAConfig, implementation: str | None):
     """Raises a ValueError where this attention implementation cannot compute the model's function."""
     advice = "Use attn_implementation='sdpa' (or 'flex_attention', 'eager')."
+    if implementation is None:
+        return
     if implementation.startswith("paged"):
         raise ValueError(
             f"attn_implementation={implementation!r} is not supported: paged caches (continuous batching) hold keys "
             f"where pseudo-heads cannot reach them. {advice}"
         )
     if is_flash_attention_requested(requested_attention_implementation=implementation):
-        sizes = [
-            config.get_num_pseudo_heads(layer)
-            for layer, kind in enumerate(config.layer_types)
-            if kind == "sliding_attention"
-        ]
-        if any(size > 1 for size in sizes):
+        sliding = [i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention"]
+        if any(config.get_num_pseudo_heads(i) > 1 for i in sliding):
             raise ValueError(
-                f"attn_implementation={implementation!r} cannot run the sliding layers of this model: a window of "
-                "FlashAttention starts so many keys before each query, and IHA's at a whole token, which with "
-                f"num_pseudo_heads > 1 is not the same. {advice}"
+                f"attn_implementation={implementation!r} cannot run the sliding layers of this model: FlashAttention "
+                "starts its window a fixed number of keys before each query, which is the start of a token for one "
+                f"of the num_pseudo_heads at most. {advice}"
             )
-    elif implementation not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+    registered, with_mask = (names.valid_keys() for names in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
+    if implementation in registered and implementation not in with_mask:
         raise ValueError(
-            f"attn_implementation={implementation!r} has no mask function, so padding would be lost. Register one "
-            f"with transformers.AttentionMaskInterface.register, or: {advice}"
+            f"attn_implementation={implementation!r} has no mask function, so padding would be lost: give it one with "
+            f"transformers.AttentionMaskInterface.register. {advice}"
         )
 
 
@@ -68,8 +67,9 @@ def virtual_attention(
         Output [B, N P, H, d], and the weights [B, H, N P, K P] where the backend is `eager`.
     """
     implementation = module.config._attn_implementation
-    if query.shape[2] == 1 and implementation != "eager":
-        implementation = "sdpa"  # one query needs no kernel of its own
+    is_flex = implementation == "flex_attention"
+    if (is_flex and not isinstance(mask, BlockMask)) or (query.shape[2] == 1 and implementation != "eager"):
+        implementation = "sdpa"  # one query and a dense mask need no kernel of their own
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
     attention = functools.partial(interface, module, dropout=dropout, scaling=module.scaling, **kwargs)
     states = (query, key, value)
@@ -81,24 +81,19 @@ def virtual_attention(
 
 
 def _dense(module, attention: Callable, states, mask: Mask, first_key: int | torch.Tensor):
-    """With the mask of all virtual tokens: eager and the like, and flex_attention, for which it lists blocks."""
+    """With the mask of all virtual tokens: eager and the like; flex_attention's lists blocks."""
     query, key, _ = states
     size = module.num_pseudo_heads
-    batch, queries, keys = len(query), query.shape[2] // size, key.shape[2] // size
-    is_flex = module.config._attn_implementation == "flex_attention"
+    queries, keys = query.shape[2] // size, key.shape[2] // size
     if mask is None and module.is_causal:
         mask = causal_mask(queries, keys, first_key, query.device)
-    if isinstance(mask, BlockMask) and not is_flex:
-        mask = as_dense(mask, batch, queries, keys)
+    if isinstance(mask, BlockMask) and module.config._attn_implementation != "flex_attention":
+        mask = as_dense(mask, len(query), queries, keys)
     if mask is not None:
         mask = virtual_mask(mask, size, first_key, module.sliding_window, module.is_causal)
     if isinstance(mask, torch.Tensor):
         # Eager's softmax is float32 in every model: what float64 has beyond it would be infinite there.
         mask = additive(mask, query.dtype).clamp(min=max(hidden(query.dtype), hidden(torch.float32)))
-        if is_flex and mask.shape[1] > 1:
-            raise ValueError("flex_attention takes no attention_mask with a dimension of heads: give a BlockMask.")
-        if is_flex:
-            mask = mask.expand(batch, -1, -1, -1)
     return attention(*states, mask)
 
 

@@ -84,9 +84,9 @@ def token_masks(
         cached = int(cached)
         attention_mask = _checked(attention_mask, batch, cached + tokens)
         if cached and not config.is_causal:
-            raise ValueError(
-                "is_causal=False has no use for a cache: its tokens see later ones. Pass use_cache=False."
-            )
+            raise ValueError("is_causal=False cannot continue a cache: its tokens would have seen the new ones.")
+        if not cached:
+            cache = None  # an empty one says nothing
 
     numbers = None
     if tokens > 1 and (cu_seq_lens is not None or position_ids is not None) and (looks or cache is None):
@@ -99,8 +99,11 @@ def token_masks(
                 "ones. Give packed documents without a cache, or each in a row of its own."
             )
 
-    if tokens > 1 and (is_flash or config._attn_implementation == "sdpa"):
-        if attention_mask is None and numbers is None:
+    # flex_attention compiles a kernel per shape and offset: what continues a cache is not worth one.
+    continues = cache is not None and config._attn_implementation == "flex_attention"
+    wants_runs = is_flash or continues or config._attn_implementation == "sdpa"
+    if tokens > 1 and wants_runs:
+        if attention_mask is None and numbers is None and not isinstance(cached, torch.Tensor):
             return dict.fromkeys(config.layer_types)
         if looks and (documents := _as_runs(batch, cached + tokens, attention_mask, numbers)):
             return dict.fromkeys(config.layer_types, documents)
@@ -109,9 +112,9 @@ def token_masks(
                 f"{config._attn_implementation} cannot hide tokens in the midst of a document, as attention_mask "
                 "does here. Use attn_implementation='sdpa'."
             )
-    if tokens == 1:
-        config = for_one_query(config)
-    in_document = None if numbers is None else _same_document(numbers, cache)
+    if tokens == 1 or wants_runs:
+        config = with_dense_masks(config)
+    in_document = None if numbers is None else _same_document(numbers)
     return {
         kind: MASK_FUNCTIONS[kind](config, inputs_embeds, attention_mask, cache, and_mask_function=in_document)
         for kind in dict.fromkeys(config.layer_types)
@@ -128,8 +131,8 @@ def pop_cu_seq_lens(kwargs: dict) -> torch.Tensor | None:
     return bounds
 
 
-def for_one_query(config: IHAConfig) -> IHAConfig:
-    """A configuration for which Transformers makes dense masks: one query needs no other, whatever the backend."""
+def with_dense_masks(config: IHAConfig) -> IHAConfig:
+    """A configuration for which Transformers makes dense masks, whatever the backend."""
     config = copy.copy(config)
     config._attn_implementation_internal = "sdpa"
     return config
@@ -144,7 +147,8 @@ def _checked(attention_mask: torch.Tensor | None, batch: int, length: int) -> to
             f"attention_mask has the shape {list(attention_mask.shape)}: it must be [{batch}, {length}], the cached "
             "tokens included."
         )
-    return None if attention_mask[:, :length].all() else attention_mask
+    attention_mask = attention_mask[:, :length]
+    return None if attention_mask.all() else attention_mask
 
 
 def _document_numbers(
@@ -178,7 +182,7 @@ def _as_runs(
     """`Documents`, or None where one has padding in its midst."""
     labels = torch.zeros(batch, length, dtype=torch.long) if numbers is None else numbers.cpu()
     if attention_mask is not None:
-        labels = torch.where(attention_mask[:, :length].cpu().bool(), labels, -1)
+        labels = torch.where(attention_mask.cpu().bool(), labels, -1)
     begins = torch.ones_like(labels, dtype=torch.bool)
     begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -196,12 +200,8 @@ def _as_runs(
     return Documents(tuple(spans))
 
 
-def _same_document(numbers: torch.Tensor, cache: Cache | None):
+def _same_document(numbers: torch.Tensor):
     """Transformers' mask function of packed documents."""
-    if cache is not None:  # an empty one; a static cache's free places belong to no document
-        tokens = numbers.shape[1]
-        keys = max(sum(cache.get_mask_sizes(tokens, layer)) for layer in range(len(cache.layers) or 1))
-        numbers = torch.nn.functional.pad(numbers, (0, keys - tokens), value=-1)
 
     def mask_function(batch, head, query, key):
         return numbers[batch, query] == numbers[batch, key]

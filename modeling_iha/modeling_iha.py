@@ -27,7 +27,7 @@ from configuration_iha import IHAConfig
 from .attention import IHAAttention, pop_cache
 from .backends import check_backend
 from .bundle import AUTO_MAP, write_bundle
-from .masks import for_one_query, pop_cu_seq_lens, token_masks
+from .masks import pop_cu_seq_lens, token_masks, with_dense_masks
 from .mixing import IHACollapse, IHAMixer
 from .rotary import IHARotaryEmbedding
 
@@ -53,11 +53,10 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         if isinstance(module, (IHAMixer, IHACollapse)):
             module.initialize(self.config.mixing_init, self.config.mixing_init_std)
 
-    def _check_and_adjust_attn_implementation(self, *args, **kwargs) -> str:
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         # Asked at load and by `set_attn_implementation`.
-        implementation = super()._check_and_adjust_attn_implementation(*args, **kwargs)
-        check_backend(self.config, implementation)
-        return implementation
+        check_backend(self.config, attn_implementation)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike) -> dict[str, float]:
         # Pushing skips files that lay there before; those of the bundle are written just before this is asked.
@@ -123,7 +122,7 @@ class IHAForCausalLM(IHAPreTrainedModel, LlamaForCausalLM, GenerationMixin):
         """What `generate` asks with a static cache, before the compiled decoding step; prefill is not compiled."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
-        return create_masks_for_generate(for_one_query(config), inputs_embeds, attention_mask, **kwargs)
+        return create_masks_for_generate(with_dense_masks(config), inputs_embeds, attention_mask, **kwargs)
 
 
 class IHAForSequenceClassification(GenericForSequenceClassification, IHAPreTrainedModel):

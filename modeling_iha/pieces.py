@@ -104,15 +104,18 @@ def in_blocks(
     """
     batch, heads, length, head_dim = query.shape
     groups, tokens, keys = key.shape[1], length // size, key.shape[2] // size
-    cuts_keys = is_causal and not isinstance(first_key, torch.Tensor)
-    if window is not None and cuts_keys:
+    can_cut = is_causal and not isinstance(first_key, torch.Tensor)
+    if window is not None and can_cut:
         block = max(window // 4, SMALLEST_BLOCK)
     else:
         rows = 1 if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
         block = max(LARGEST_MASK // (rows * size * size * keys), 1)
     blocks = [(start, min(start + block, tokens)) for start in range(0, tokens, block)]
     reach = [
-        (max(start + first_key + 1 - window, 0) if window else 0, stop + first_key) if cuts_keys else (0, keys)
+        (
+            max(start + first_key + 1 - window, 0) if window is not None and can_cut else 0,
+            stop + first_key if mask is None and can_cut else keys,  # a mask may show what comes later
+        )
         for start, stop in blocks
     ]
     every = slice(None)

@@ -1,11 +1,17 @@
 """One layer of a model, run with everything a model does about masks and caches, and run by the naive reference."""
 
+import inspect
+
 import pytest
 import torch
 from naive import naive_iha
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from modeling_iha import IHAConfig, IHAModel
+
+# `past_key_values` up to Transformers 5.23 and `cache` from 5.24 on.
+CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(Qwen2Model.forward).parameters)
 
 
 @pytest.fixture
@@ -60,8 +66,8 @@ class OneLayer:
             self.model(
                 inputs_embeds=x[:, start:stop],
                 position_ids=None if positions is None else positions[:, start:stop],
-                attention_mask=mask if mask is None or mask.ndim != 2 else mask[:, :stop],
-                past_key_values=cache,
+                attention_mask=mask[:, :stop] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else mask,
+                **({} if cache is None else {CACHE: cache}),
                 use_cache=cache is not None,
                 **kwargs,
             )
@@ -69,11 +75,11 @@ class OneLayer:
         return torch.cat(self.entered, 1), torch.cat(self.left, 1)
 
     def input(self, batch, tokens):
-        x = torch.randn(batch, tokens, self.config.hidden_size, dtype=torch.float64)
-        return x.to(self.dtype)
+        return torch.randn(batch, tokens, self.config.hidden_size, dtype=torch.float64).to(self.dtype)
 
-    def reference(self, entered, positions, sees):
+    def reference(self, entered, positions, sees, flat=None):
         """One row, by `naive_iha`."""
+        is_causal = self.config.is_causal
         attention = self.model.layers[0].self_attn
         return naive_iha(
             entered.double(),
@@ -83,7 +89,8 @@ class OneLayer:
             self.model.rotary_emb.inv_freq,
             positions.tolist(),
             sees,
-            is_causal=self.config.is_causal,
+            flat=is_causal if flat is None else flat,
+            own_is_causal=is_causal,
         )
 
 

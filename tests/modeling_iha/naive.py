@@ -43,7 +43,8 @@ def naive_iha(
     inv_freq: torch.Tensor,
     positions: list[float],
     sees: Callable[[int, int], bool],
-    is_causal: bool = True,
+    flat: bool = True,
+    own_is_causal: bool = True,
 ) -> torch.Tensor:
     """
     Args:
@@ -51,7 +52,8 @@ def naive_iha(
         weights: the layer's parameters by name; without mixing tensors it is plain attention (P = 1).
         positions: of each token.
         sees: whether token n sees token m, beside flat causality.
-        is_causal: whether a virtual token sees only those up to itself.
+        flat: whether a virtual token sees only those up to itself; else `sees` alone decides about other tokens,
+        own_is_causal: and this whether it sees only those up to itself of its own token.
 
     Returns:
         [N, hidden_size]; the rows of tokens that see nothing are zero.
@@ -79,8 +81,8 @@ def naive_iha(
     head_dim = q.shape[-1]
     attended = torch.zeros(tokens, size, heads, head_dim, dtype=torch.float64)
     for index, (n, i) in enumerate(virtual):
-        before = virtual[: index + 1] if is_causal else virtual
-        seen = [(m, j) for (m, j) in before if sees(n, m)]
+        before = virtual[: index + 1] if flat else virtual
+        seen = [(m, j) for (m, j) in before if sees(n, m) and (m != n or j <= i or not own_is_causal)]
         for h in range(heads):
             g = h // (heads // groups)
             logits = [float(queries[n, i, h] @ keys[m, j, g]) / math.sqrt(head_dim) for m, j in seen]

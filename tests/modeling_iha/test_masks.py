@@ -1,0 +1,167 @@
+"""Every form in which a mask, a packed row or a window can be given, and what is refused."""
+
+import pytest
+import torch
+from flash import stand_in_flash  # noqa: F401  (fixtures)
+from layers import CACHE, OneLayer, assert_close, float64_throughout  # noqa: F401
+from models import tiny_config, tiny_model, tokens
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from modeling_iha import IHAForCausalLM, pieces
+from modeling_iha.backends import check_backend
+
+LENGTHS = [3, 0, 4, 1]  # an empty document among them
+TOKENS = sum(LENGTHS)
+DOCUMENT = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
+SAME = DOCUMENT[:, None] == DOCUMENT
+RESTARTING = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+CU_SEQ_LENS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+BACKENDS = ["sdpa", "eager", "flash_attention_2"]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 2)
+    monkeypatch.setattr(pieces, "LARGEST_MASK", 64)
+
+
+def in_document(batch, head, query, key):
+    return DOCUMENT[query] == DOCUMENT[key]
+
+
+def first_two(batch, head, query, key):
+    return key < 2
+
+
+def check(layer, sees, mask=None, positions=RESTARTING, **kwargs):
+    entered, left = layer(layer.input(1, TOKENS), positions, mask, **kwargs)
+    at = torch.arange(TOKENS) if positions is None else positions[0]
+    assert_close(left[0], layer.reference(entered[0], at, sees))
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("phases", ["shared", "interleaved", "fractional"])
+def test_documents_by_cu_seq_lens(phases, attention, float64_throughout, stand_in_flash):  # noqa: F811
+    layer = OneLayer(rope_phases=phases, attention=attention)
+    told = {"cu_seq_lens_q": CU_SEQ_LENS, "cu_seq_lens_k": CU_SEQ_LENS, "max_length_q": 4, "max_length_k": 4}
+    check(layer, lambda n, m: SAME[n, m], **told)
+    check(layer, lambda n, m: SAME[n, m], positions=None, **told)  # RoPE needs distances only
+
+
+def test_cu_seq_lens_run_over_the_rows_end_to_end(float64_throughout):  # noqa: F811
+    layer = OneLayer()
+    x = layer.input(2, TOKENS)
+    bounds = torch.cat([CU_SEQ_LENS, CU_SEQ_LENS[1:] + TOKENS])
+    entered, left = layer(x, None, cu_seq_lens_q=bounds)
+    for row in range(2):
+        assert_close(left[row], layer.reference(entered[row], torch.arange(TOKENS), lambda n, m: SAME[n, m]))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_masks_of_four_dimensions(kind, heads, window, attention, float64_throughout):  # noqa: F811
+    layer = OneLayer(attention=attention, sliding_window=window)
+    mask = (SAME & CAUSAL)[None, None].expand(1, heads, -1, -1)
+    if kind != torch.bool:
+        mask = torch.zeros(mask.shape, dtype=kind).masked_fill(~mask, torch.finfo(kind).min)
+    check(layer, lambda n, m: SAME[n, m] and n - m < (window or TOKENS), mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("how", ["and", "or"])
+def test_masks_made_by_transformers_with_functions_of_ones_own(how, window, attention):
+    """An `or` may show tokens that come later; of its own token a virtual query sees what is not later."""
+    torch.compiler.reset()
+    layer = OneLayer(head_dim=16, attention=attention, sliding_window=window, dtype=torch.float32)
+    functions = {"and": {"and_mask_function": in_document}, "or": {"or_mask_function": first_two}}[how]
+    make, kind = create_causal_mask, "full_attention"
+    if window is not None:
+        make, kind = create_sliding_window_causal_mask, "sliding_attention"
+    mask = make(layer.config, torch.zeros(1, TOKENS, 1), None, None, **functions)
+
+    def sees(n, m):
+        near = n - m < (window or TOKENS)
+        return bool(SAME[n, m] and near and m <= n) if how == "and" else bool((m <= n or m < 2) and near)
+
+    entered, left = layer(layer.input(1, TOKENS), torch.arange(TOKENS)[None], {kind: mask})
+    expected = layer.reference(entered[0], torch.arange(TOKENS), sees, flat=False)
+    assert_close(left[0].double(), expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_static_cache_with_packed_documents(attention, float64_throughout):  # noqa: F811
+    layer = OneLayer(attention=attention)
+    cache = StaticCache(config=layer.config, max_cache_len=TOKENS + 5)
+    check(layer, lambda n, m: SAME[n, m], cache=cache)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_documents_cannot_begin_in_what_continues_a_cache(attention, stand_in_flash):  # noqa: F811
+    layer = OneLayer(attention=attention)
+    cache = DynamicCache(config=layer.config)
+    layer(layer.input(1, 2), torch.arange(2)[None], cache=cache)
+    with pytest.raises(ValueError, match="begin a document among 8 tokens that continue 2 cached ones"):
+        layer(layer.input(1, TOKENS), RESTARTING + 2, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [([0, 3], "must rise from 0 to the number of tokens, 8"), ([0, 5, 3, 8], "must rise"), ([1, 8], "must rise")],
+)
+def test_wrong_cu_seq_lens_are_refused(bounds, message):
+    layer = OneLayer()
+    with pytest.raises(ValueError, match=message):
+        layer(layer.input(1, TOKENS), None, cu_seq_lens_q=torch.tensor(bounds))
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k=.* must be cu_seq_lens_q"):
+        layer(layer.input(1, TOKENS), None, cu_seq_lens_q=CU_SEQ_LENS, cu_seq_lens_k=CU_SEQ_LENS[1:])
+
+
+def test_a_mask_that_does_not_cover_the_cache_is_refused():
+    layer = OneLayer()
+    cache = DynamicCache(config=layer.config)
+    layer(layer.input(2, 3), None, cache=cache)
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \[2, 2\]: it must be \[2, 5\]"):
+        layer.model(inputs_embeds=layer.input(2, 2), attention_mask=torch.ones(2, 2), **{CACHE: cache})
+
+
+def test_what_flash_attention_cannot_mask_is_refused(stand_in_flash):  # noqa: F811
+    layer = OneLayer(attention="flash_attention_2")
+    x = layer.input(1, 4)
+    with pytest.raises(ValueError, match="cannot hide tokens in the midst of a document"):
+        layer(x, None, torch.tensor([[1, 0, 1, 1]]))
+    with pytest.raises(ValueError, match=r"takes an attention_mask of shape \[batch, tokens\] only"):
+        layer(x, None, torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"])
+def test_flash_attention_is_refused_where_its_window_is_not_tokens(attention):
+    sliding = tiny_config(sliding_window=4)
+    for refused in (
+        lambda: IHAForCausalLM._from_config(sliding, attn_implementation=attention),
+        lambda: tiny_model(sliding_window=4).set_attn_implementation(attention),
+    ):
+        with pytest.raises(ValueError, match=r"cannot run the sliding layers .* Use attn_implementation='sdpa'"):
+            refused()
+    check_backend(tiny_config(num_pseudo_heads=1, sliding_window=4), attention)
+    check_backend(tiny_config(), attention)
+
+
+def test_a_backend_without_a_mask_function_is_refused():
+    AttentionInterface.register("without_mask", sdpa_attention_forward)
+    with pytest.raises(ValueError, match="'without_mask' has no mask function, so padding would be lost"):
+        IHAForCausalLM._from_config(tiny_config(), attn_implementation="without_mask")
+
+
+def test_bidirectional_models_have_no_cache():
+    model = tiny_model(is_causal=False)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, 4), use_cache=True, **{CACHE: cache})
+        with pytest.raises(ValueError, match="is_causal=False cannot continue a cache"):
+            model(tokens(1, 1), use_cache=True, **{CACHE: cache})
