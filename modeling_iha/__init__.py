@@ -19,6 +19,7 @@ from .modeling_iha import (
     IHAModel,
     IHAPreTrainedModel,
 )
+from .weights import token_weights
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig, exist_ok=True)
 AutoModelForCausalLM.register(IHAConfig, IHAForCausalLM, exist_ok=True)
@@ -37,4 +38,5 @@ __all__ = [
     "IHAPreTrainedModel",
     "flop_matched_schedule",
     "preset",
+    "token_weights",
 ]

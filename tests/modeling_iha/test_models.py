@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import SHAPE, tiny_config, tiny_model, tokens
+from models import SHAPE, smollm2_as_iha, tiny_config, tiny_model, tokens
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import GenerationMixin
 
 import modeling_iha
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, flop_matched_schedule, token_weights
 from modeling_iha.rotary import IHARotaryEmbedding
 
 HEADS = {
@@ -141,6 +141,47 @@ def test_eager_returns_the_weights_of_virtual_tokens_and_all_hidden_states():
     for weights in output.attentions:
         assert not weights.triu(1).any()  # flat causality
     assert len(output.hidden_states) == 4
+
+
+def test_weights_summed_to_tokens_are_llamas_at_conversion(smollm2, llama, text):
+    model = smollm2_as_iha(smollm2, torch.float32)
+    model.set_attn_implementation("eager")
+    llama = LlamaForCausalLM.from_pretrained(smollm2, attn_implementation="eager")
+    with torch.no_grad():
+        ours, theirs = (each(text, output_attentions=True).attentions for each in (model, llama))
+    for virtual, plain in zip(ours, theirs, strict=True):
+        assert virtual.shape[-1] == 2 * plain.shape[-1]
+        assert torch.allclose(token_weights(virtual, 2, pseudo_query=-1), plain, atol=1e-4)
+        mean = token_weights(virtual, 2)
+        assert torch.allclose(mean.sum(-1), torch.ones(()), atol=1e-5)
+        assert not mean.triu(1).any()
+        assert torch.allclose(mean, (token_weights(virtual, 2, 0) + token_weights(virtual, 2, 1)) / 2)
+    with pytest.raises(ValueError, match="cannot be those of num_pseudo_heads=3"):
+        token_weights(torch.zeros(1, 1, 4, 4), 3)
+
+
+@pytest.mark.parametrize("phases", ["shared", "interleaved", "fractional"])
+def test_rotation_far_out_is_the_float32_one_to_bfloat16_rounding(phases):
+    positions = torch.arange(65_530, 65_542)[None]
+    model = tiny_model(IHAModel, dtype=torch.float32, rope_phases=phases)
+    expected = model.rotary_emb(torch.zeros(1), positions)[2]
+    loaded_in_bfloat16 = tiny_model(IHAModel, dtype=torch.bfloat16, rope_phases=phases)
+    for cast in (model.to(torch.bfloat16), loaded_in_bfloat16):
+        tables = cast.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), positions)[2]
+        for table, exact in zip(tables, expected, strict=True):
+            assert table.dtype == torch.bfloat16
+            assert torch.equal(table, exact.to(torch.bfloat16))
+
+
+def test_the_papers_hybrid_schedule_trains_and_generates():
+    schedule = flop_matched_schedule(num_hidden_layers=5, num_pseudo_heads=2, sequence_length=64)
+    model = tiny_model(num_hidden_layers=5, dtype=torch.float32, **schedule)
+    assert model.config.layer_types == ["sliding_attention"] * 4 + ["full_attention"]
+    ids = tokens(2, 64)
+    model(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        full = model.generate(ids, max_new_tokens=12, do_sample=False, use_cache=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), full)
 
 
 def test_the_task_heads_train():
