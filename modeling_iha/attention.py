@@ -3,6 +3,7 @@
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, rotate_half
 
 from configuration_iha import IHAConfig
@@ -50,6 +51,7 @@ class IHAAttention(LlamaAttention):
             row n P + i is pseudo-query i of token n, column k P + j is pseudo-key j of token k, and a row sums to 1.
         """
         cache = pop_cache(kwargs)
+        is_paged = isinstance(cache, PagedAttentionCache)
         batch, tokens, _ = hidden_states.shape
         heads_shape = (batch, tokens, -1, self.head_dim)
         query = self.q_proj(hidden_states).view(heads_shape)
@@ -60,7 +62,9 @@ class IHAAttention(LlamaAttention):
 
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         query_offset = key_offset = 0  # tokens before the first query and the first key
-        if cache is not None:
+        if is_paged:
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+        elif cache is not None:
             _, key_offset = cache.get_mask_sizes(tokens, self.layer_idx)
             query_offset = cache.get_query_offset(self.layer_idx)
             if isinstance(query_offset, torch.Tensor):
@@ -68,7 +72,7 @@ class IHAAttention(LlamaAttention):
             key, value = cache.update(key, value, self.layer_idx)
             if tokens > 1 and not torch.compiler.is_compiling():
                 query_offset = int(query_offset)
-        if self.is_causal and not isinstance(query_offset, torch.Tensor):
+        if self.is_causal and not is_paged and not isinstance(query_offset, torch.Tensor):
             key, value, attention_mask, key_offset = self._within_reach(
                 key, value, attention_mask, tokens, query_offset, key_offset
             )
@@ -76,7 +80,7 @@ class IHAAttention(LlamaAttention):
         dropout = self.attention_dropout if self.training else 0.0
         q_mix, k_mix, v_mix = self.mixer() if self.num_pseudo_heads > 1 else (None, None, None)
         query = self._pseudo_heads(q_mix, query, offsets)
-        if tokens == 1 and self.num_pseudo_heads > 1 and cache is not None and self.is_causal:
+        if tokens == 1 and self.num_pseudo_heads > 1 and isinstance(cache, Cache) and self.is_causal:
             own_key = query_offset - key_offset
             output, weights = absorbed_attention(
                 k_mix, v_mix, query, key, value, attention_mask, own_key, self.scaling, tuple(offsets), dropout
@@ -122,13 +126,13 @@ class IHAAttention(LlamaAttention):
         return mixed.flatten(1, 2)
 
 
-def pop_cache(kwargs: dict) -> Cache | None:
+def pop_cache(kwargs: dict) -> Cache | PagedAttentionCache | None:
     """The cache, which Transformers calls `past_key_values` up to 5.23 and `cache` from 5.24 on."""
     named = [kwargs.pop(name, None) for name in ("past_key_values", "cache")]
-    caches = [cache for cache in named if cache is not None]
-    if any(not isinstance(cache, Cache) for cache in caches):
+    cache = next((cache for cache in named if cache is not None), None)
+    if cache is not None and not isinstance(cache, (Cache, PagedAttentionCache)):
         raise ValueError(
-            f"IHA cannot use a cache of type {type(caches[-1]).__name__}: paged caches (continuous batching) hold "
-            "keys where pseudo-heads cannot reach them. Use generate() with any transformers Cache."
+            f"IHA cannot use a cache of type {type(cache).__name__}: it must be a transformers Cache, or the paged "
+            "one of continuous batching."
         )
-    return caches[0] if caches else None
+    return cache

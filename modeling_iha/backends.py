@@ -12,8 +12,8 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from configuration_iha import IHAConfig
 
-from .masks import Documents, Mask
-from .pieces import in_blocks, per_document
+from .masks import Documents, Mask, Sequences
+from .pieces import in_blocks, in_pieces
 from .virtual_masks import additive, as_dense, causal_mask, hidden, virtual_mask
 
 
@@ -24,8 +24,8 @@ def check_backend(config: IHAConfig, implementation: str | None):
         return
     if implementation.startswith("paged"):
         raise ValueError(
-            f"attn_implementation={implementation!r} is not supported: paged caches (continuous batching) hold keys "
-            f"where pseudo-heads cannot reach them. {advice}"
+            f"attn_implementation={implementation!r} is not supported: its function reads keys from the cache, where "
+            "they are not mixed yet. Continuous batching takes attn_implementation='sdpa', from Transformers 5.24 on."
         )
     if is_flash_attention_requested(requested_attention_implementation=implementation):
         sliding = [i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention"]
@@ -111,21 +111,23 @@ def _sdpa(module, attention: Callable, states, mask: Mask, query_offset, key_off
             query, key, value, mask, size, first_key, window, is_causal, scaling=module.scaling, dropout=dropout
         )
 
-    if isinstance(mask, Documents):
-        offsets = (query_offset, key_offset)
-        return per_document(lambda *pieces: list(map(attend, *pieces)), *states, mask, size, offsets)
+    if isinstance(mask, (Documents, Sequences)):
+        pieces = mask.pieces(query_offset, key_offset)
+        return in_pieces(lambda *pieces: list(map(attend, *pieces)), *states, pieces, size)
     if isinstance(mask, BlockMask):
         query, key, _ = states
         mask = as_dense(mask, len(query), query.shape[2] // size, key.shape[2] // size)
     return attend(*states, query_offset - key_offset, mask)
 
 
-def _flash(module, attention: Callable, states, mask: Documents | None, query_offset: int, key_offset: int):
+def _flash(
+    module, attention: Callable, states, mask: Documents | Sequences | None, query_offset: int, key_offset: int
+):
     attention = functools.partial(attention, is_causal=module.is_causal, sliding_window=module.sliding_window)
     if mask is None:
         return attention(*states, None)[0]
 
-    def attend(queries, keys, values, first_keys):
+    def attend(queries, keys, values, own_keys):
         """All documents in one call; its causality is aligned at the last query of each, as caches need."""
         query_lengths, key_lengths = ([piece.shape[2] for piece in pieces] for pieces in (queries, keys))
         output, _ = attention(
@@ -140,7 +142,7 @@ def _flash(module, attention: Callable, states, mask: Documents | None, query_of
         )
         return output.split(query_lengths, dim=1)
 
-    return per_document(attend, *states, mask, module.num_pseudo_heads, (query_offset, key_offset))
+    return in_pieces(attend, *states, mask.pieces(query_offset, key_offset), module.num_pseudo_heads)
 
 
 def _bounds(lengths: list[int], device: torch.device) -> torch.Tensor:

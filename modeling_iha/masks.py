@@ -21,6 +21,10 @@ MASK_FUNCTIONS = {
 }
 
 
+# A piece of a batch whose queries see its keys only: (row, first query, past the last, first key, past the last).
+Piece = tuple[int, int, int, int, int]
+
+
 @dataclass(frozen=True)
 class Documents:
     """
@@ -32,8 +36,32 @@ class Documents:
 
     spans: tuple[tuple[int, int, int], ...]
 
+    def pieces(self, query_offset: int, key_offset: int) -> list[Piece]:
+        """The runs among queries and keys that begin with these tokens of a row."""
+        return [
+            (
+                row,
+                max(start, query_offset) - query_offset,
+                stop - query_offset,
+                max(start, key_offset) - key_offset,
+                stop - key_offset,
+            )
+            for row, start, stop in self.spans
+            if stop > query_offset
+        ]
 
-Mask = torch.Tensor | BlockMask | Documents | None
+
+@dataclass(frozen=True)
+class Sequences:
+    """Continuous batching: the new tokens of several sequences end to end in one row, and so are all their keys."""
+
+    spans: tuple[Piece, ...]
+
+    def pieces(self, query_offset: int, key_offset: int) -> list[Piece]:
+        return list(self.spans)
+
+
+Mask = torch.Tensor | BlockMask | Documents | Sequences | None
 
 
 def token_masks(
@@ -119,6 +147,16 @@ def token_masks(
         kind: MASK_FUNCTIONS[kind](config, inputs_embeds, attention_mask, cache, and_mask_function=in_document)
         for kind in dict.fromkeys(config.layer_types)
     }
+
+
+def paged_masks(kwargs: dict) -> dict[str, Sequences]:
+    """Those of continuous batching, by layer type, from what it passes to a model beside its paged cache."""
+    queries = kwargs["cu_seq_lens_q"].tolist()
+    masks = {}
+    for kind, keys in kwargs["cu_seq_lens_k"].items():
+        spans = zip(queries, queries[1:], keys.tolist(), keys[1:].tolist(), strict=False)  # queries may be padded
+        masks[kind] = Sequences(tuple((0, *span) for span in spans if span[0] < span[1]))
+    return masks
 
 
 def pop_cu_seq_lens(kwargs: dict) -> torch.Tensor | None:

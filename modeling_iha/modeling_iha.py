@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModel
 from transformers.generation import GenerationMixin
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -27,7 +28,7 @@ from configuration_iha import IHAConfig
 from .attention import IHAAttention, pop_cache
 from .backends import check_backend
 from .bundle import AUTO_MAP, write_bundle
-from .masks import pop_cu_seq_lens, token_masks, with_dense_masks
+from .masks import paged_masks, pop_cu_seq_lens, token_masks, with_dense_masks
 from .mixing import IHACollapse, IHAMixer
 from .rotary import IHARotaryEmbedding
 
@@ -102,9 +103,11 @@ class IHAModel(IHAPreTrainedModel, Qwen2Model):
             raise TypeError("IHAModel takes what follows position_ids by name.")
         if input_ids is not None and inputs_embeds is None:
             input_ids, inputs_embeds = None, self.embed_tokens(input_ids)
-        if inputs_embeds is not None:
+        cache = pop_cache(dict(kwargs))
+        if isinstance(cache, PagedAttentionCache):
+            attention_mask = paged_masks(kwargs)
+        elif inputs_embeds is not None:
             cu_seq_lens = pop_cu_seq_lens(kwargs)
-            cache = pop_cache(dict(kwargs))
             attention_mask = token_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, cu_seq_lens)
         return super().forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
 

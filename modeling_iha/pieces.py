@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from .masks import Documents
+from .masks import Piece
 from .virtual_masks import additive, causal_mask, virtual_mask
 
 SMALLEST_BLOCK = 64  # tokens; below it a call costs more than what a smaller block would save
@@ -36,39 +36,31 @@ def cut(x: torch.Tensor, pieces: list[tuple[slice, slice]]) -> tuple[torch.Tenso
     return _Cut.apply(x, pieces)
 
 
-def per_document(
-    attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, size: int, offsets
-) -> torch.Tensor:
+def in_pieces(attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: list[Piece], size: int):
     """
-    Attention document by document.
+    Attention of pieces of a batch that do not see each other.
 
     Args:
-        attend: called with the query [1, H, n P, d], key and value [1, G, k P, d] of each document, as lists, and the
-            list of indices of their first queries' own tokens among their keys; gives the outputs [1, n P, H, d].
+        attend: takes, as lists over the pieces, queries [1, H, n P, d], keys and values [1, G, k P, d], and which of
+            the k tokens is the first query's own; gives the outputs, each [1, n P, H, d].
         query: [B, H, N P, d]; key, value: [B, G, K P, d].
+        pieces: in order, counted in tokens.
         size: P.
-        offsets: (of the first query, of the first key) in tokens from the row's first.
 
     Returns:
-        [B, N P, H, d], zero for padding.
+        [B, N P, H, d], zero for the tokens of no piece.
     """
-    first_query, first_key = offsets
     batch, heads, length, head_dim = query.shape
-    query_pieces, key_pieces, first_keys = [], [], []
-    for row, start, stop in documents.spans:
-        if stop <= first_query:
-            continue
-        query_start, key_start = max(start, first_query), max(start, first_key)
-        rows = slice(row, row + 1)
-        query_pieces.append((rows, slice((query_start - first_query) * size, (stop - first_query) * size)))
-        key_pieces.append((rows, slice((key_start - first_key) * size, (stop - first_key) * size)))
-        first_keys.append(query_start - key_start)
-    if not query_pieces:
+    if not pieces:
         return query.new_zeros(batch, length, heads, head_dim)
-    outputs = attend(cut(query, query_pieces), cut(key, key_pieces), cut(value, key_pieces), first_keys)
+    at_queries = [(slice(row, row + 1), slice(start * size, stop * size)) for row, start, stop, _, _ in pieces]
+    at_keys = [(slice(row, row + 1), slice(start * size, stop * size)) for row, _, _, start, stop in pieces]
+    # The last query is the last key's.
+    own_keys = [(key_stop - key_start) - (stop - start) for _, start, stop, key_start, key_stop in pieces]
+    outputs = attend(cut(query, at_queries), cut(key, at_keys), cut(value, at_keys), own_keys)
 
     whole, end = [], 0
-    for (rows, tokens), output in zip(query_pieces, outputs, strict=True):
+    for (rows, tokens), output in zip(at_queries, outputs, strict=True):
         start = rows.start * length + tokens.start
         whole += [output.new_zeros(start - end, heads, head_dim), output[0]]
         end = rows.start * length + tokens.stop

@@ -1,9 +1,12 @@
 """generate() and the cache: every way gives what the full forward gives."""
 
+import inspect
+
 import pytest
 import torch
 from models import SHAPE, smollm2_as_iha, tiny_model, tokens
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 PHASES = ["shared", "interleaved", "fractional"]
 SIZES = [1, 2, 3, [2, 1, 4]]
@@ -82,6 +85,28 @@ def test_sliding_layers_generate_what_they_do_without_a_cache(phases):
     expected = model.generate(ids, **GREEDY, use_cache=False)
     assert torch.equal(model.generate(ids, **GREEDY), expected)
     assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), expected)
+
+
+PAGED = inspect.signature(PagedAttentionCache.update).parameters
+
+
+@pytest.mark.parametrize("phases", PHASES)
+def test_continuous_batching_gives_what_each_prompt_alone_gives(phases):
+    layer_types = ["sliding_attention", "full_attention", "full_attention"]
+    model = tiny_model(
+        dtype=torch.float32, rope_phases=phases, num_pseudo_heads=[2, 1, 3], layer_types=layer_types, sliding_window=4
+    )
+    prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 12)]
+    config = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
+    batch = [prompt[0].tolist() for prompt in prompts]
+    if "kwargs" not in PAGED:  # before Transformers 5.24
+        with pytest.raises(ValueError, match="Continuous batching takes attn_implementation='sdpa', from Trans"):
+            model.generate_batch(batch, generation_config=config, progress_bar=False)
+        return
+    results = model.generate_batch(batch, generation_config=config, progress_bar=False)
+    for prompt, result in zip(prompts, results.values(), strict=True):
+        assert result.error is None
+        assert result.generated_tokens == model.generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
