@@ -114,31 +114,34 @@ def in_blocks(
     key_pieces = [(every, slice(low * size, high * size)) for low, high in reach]
     query_pieces = [(every, slice(start * size, stop * size)) for start, stop in blocks]
 
-    masks, outputs = {}, []
+    shared, outputs = {}, []
     pieces = zip(blocks, reach, cut(query, query_pieces), cut(key, key_pieces), cut(value, key_pieces), strict=True)
     for (start, stop), (low, high), block_query, block_key, block_value in pieces:
         own = start + first_key - low
-        shape = (stop - start, high - low, own)
         if mask is not None:
-            seen = mask[:, :, start:stop, low:high]
-        elif shape not in masks:
-            seen = causal_mask(stop - start, high - low, own, query.device)
-        if mask is not None or shape not in masks:
-            seen = additive(virtual_mask(seen, size, own, window, is_causal), query.dtype)
-            # The H / G query heads of a key head as further rows of it: no copies of keys.
-            if seen.shape[1] > 1:
-                seen = seen.reshape(len(seen), groups, -1, seen.shape[-1])
-            else:
-                seen = seen.repeat(1, 1, heads // groups, 1)
-            masks = {shape: seen}  # blocks in the midst are alike; each other kind comes once
+            seen = virtual_mask(mask[:, :, start:stop, low:high], size, own, window, is_causal)
+            seen = _by_group(seen, groups, heads)
+        else:
+            shape = (stop - start, high - low, own)
+            if shape not in shared:  # the blocks of a window are alike, and the backward keeps one mask for all
+                seen = additive(virtual_mask(causal_mask(*shape, query.device), size, own, window), query.dtype)
+                shared = {shape: _by_group(seen, groups, heads)}
+            seen = shared[shape]
         rows = (stop - start) * size
         output = scaled_dot_product_attention(
             block_query.reshape(batch, groups, -1, head_dim),
             block_key,
             block_value,
-            attn_mask=masks[shape],
+            attn_mask=seen,
             dropout_p=dropout,
             scale=scaling,
         )
         outputs.append(output.view(batch, heads, rows, head_dim).transpose(1, 2))
     return torch.cat(outputs, dim=1)
+
+
+def _by_group(mask: torch.Tensor, groups: int, heads: int) -> torch.Tensor:
+    """[B, 1 or H, rows, keys] -> [B, 1 or G, H / G rows, keys]: the heads of a group as more rows, keys uncopied."""
+    if mask.shape[1] == 1:
+        return mask.repeat(1, 1, heads // groups, 1)
+    return mask.reshape(len(mask), groups, -1, mask.shape[-1])

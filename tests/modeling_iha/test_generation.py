@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from models import SHAPE, smollm2_as_iha, tiny_model, tokens
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 PHASES = ["shared", "interleaved", "fractional"]
@@ -97,13 +97,16 @@ def test_continuous_batching_gives_what_each_prompt_alone_gives(phases):
         dtype=torch.float32, rope_phases=phases, num_pseudo_heads=[2, 1, 3], layer_types=layer_types, sliding_window=4
     )
     prompts = [tokens(1, length, seed=length) for length in (5, 9, 3, 12)]
-    config = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=-1, pad_token_id=0)
+    how = {
+        "generation_config": GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=-1, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=16),
+    }
     batch = [prompt[0].tolist() for prompt in prompts]
     if "kwargs" not in PAGED:  # before Transformers 5.24
         with pytest.raises(ValueError, match="Continuous batching takes attn_implementation='sdpa', from Trans"):
-            model.generate_batch(batch, generation_config=config, progress_bar=False)
+            model.generate_batch(batch, **how)
         return
-    results = model.generate_batch(batch, generation_config=config, progress_bar=False)
+    results = model.generate_batch(batch, **how)
     for prompt, result in zip(prompts, results.values(), strict=True):
         assert result.error is None
         assert result.generated_tokens == model.generate(prompt, **GREEDY)[0, prompt.shape[1] :].tolist()
