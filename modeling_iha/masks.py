@@ -142,6 +142,8 @@ def token_masks(
             )
     if tokens == 1 or wants_runs:
         config = with_dense_masks(config)
+        if attention_mask is not None and cache is None:  # as with spans, padding sees nothing
+            numbers = torch.where(attention_mask.bool(), 0 if numbers is None else numbers, -1)
     in_document = None if numbers is None else _same_document(numbers)
     return {
         kind: MASK_FUNCTIONS[kind](config, inputs_embeds, attention_mask, cache, and_mask_function=in_document)

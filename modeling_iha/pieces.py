@@ -97,12 +97,15 @@ def in_blocks(
     batch, heads, length, head_dim = query.shape
     groups, tokens, keys = key.shape[1], length // size, key.shape[2] // size
     can_cut = is_causal and not isinstance(first_key, torch.Tensor)
-    if window is not None and can_cut:
+    if isinstance(tokens, torch.SymInt) or isinstance(keys, torch.SymInt):
+        block = tokens  # an exported graph of any length cannot have a number of blocks that depends on it
+    elif window is not None and can_cut:
         block = max(window // 4, SMALLEST_BLOCK)
     else:
         rows = 1 if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
         block = max(LARGEST_MASK // (rows * size * size * keys), 1)
-    blocks = [(start, min(start + block, tokens)) for start in range(0, tokens, block)]
+    starts = [0] if block is tokens else range(0, tokens, block)
+    blocks = [(start, min(start + block, tokens)) for start in starts]
     reach = [
         (
             max(start + first_key + 1 - window, 0) if window is not None and can_cut else 0,
@@ -114,7 +117,7 @@ def in_blocks(
     key_pieces = [(every, slice(low * size, high * size)) for low, high in reach]
     query_pieces = [(every, slice(start * size, stop * size)) for start, stop in blocks]
 
-    shared, outputs = {}, []
+    shared_shape, shared, outputs = None, None, []
     pieces = zip(blocks, reach, cut(query, query_pieces), cut(key, key_pieces), cut(value, key_pieces), strict=True)
     for (start, stop), (low, high), block_query, block_key, block_value in pieces:
         own = start + first_key - low
@@ -123,10 +126,10 @@ def in_blocks(
             seen = _by_group(seen, groups, heads)
         else:
             shape = (stop - start, high - low, own)
-            if shape not in shared:  # the blocks of a window are alike, and the backward keeps one mask for all
+            if shape != shared_shape:  # the blocks of a window are alike, and the backward keeps one mask for all
                 seen = additive(virtual_mask(causal_mask(*shape, query.device), size, own, window), query.dtype)
-                shared = {shape: _by_group(seen, groups, heads)}
-            seen = shared[shape]
+                shared_shape, shared = shape, _by_group(seen, groups, heads)
+            seen = shared
         rows = (stop - start) * size
         output = scaled_dot_product_attention(
             block_query.reshape(batch, groups, -1, head_dim),
