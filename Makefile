@@ -18,14 +18,16 @@ demo: .venv/installed
 test: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
 
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 bench: .venv/installed
 	.venv/bin/python benchmarks/exactness.py
 	.venv/bin/python benchmarks/conversion.py
+	.venv/bin/python benchmarks/windows.py
+	.venv/bin/python benchmarks/agreement.py
 
 figure: .venv/installed
 	.venv/bin/python examples/quickstart/draw_iha.py

@@ -1,4 +1,4 @@
-"""The command line: `iha convert`, `iha verify`."""
+"""The command line: `iha convert`, `iha verify`, `iha serve`."""
 
 import json
 import sys
@@ -186,6 +186,30 @@ _ROWS = (
     ),
     ("explained by rounding", lambda c: "yes" if c.explained else "NO"),
 )
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    short_help="`transformers serve` for IHA models: an OpenAI-compatible server.",
+)
+def serve(context: typer.Context):
+    """
+    `transformers serve`, with all its arguments, for IHA models too; talk to it with `transformers chat` or any
+    OpenAI client. It needs pip install 'transformers[serving]'.
+    """
+    import transformers
+
+    import modeling_iha
+
+    try:
+        from transformers.cli.transformers import app as transformers_app
+
+        # It looks a model's class up in Transformers' own namespace, and nowhere else.
+        transformers.IHAForCausalLM = modeling_iha.IHAForCausalLM
+        transformers_app(["serve", *context.args], prog_name="iha")
+    except ImportError as error:
+        print(f"iha: {' '.join(str(error).split())} (pip install 'transformers[serving]')", file=sys.stderr)
+        raise typer.Exit(1) from error
 
 
 def _parse_counts(text: str) -> int | list[int]:
