@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -195,21 +196,20 @@ _ROWS = (
 def serve(context: typer.Context):
     """
     `transformers serve`, with all its arguments, for IHA models too; talk to it with `transformers chat` or any
-    OpenAI client. It needs pip install 'transformers[serving]'.
+    OpenAI client. It needs pip install 'modeling-iha[serve]'.
     """
-    import transformers
+    missing = [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]
+    if missing:
+        print(f"iha: serving needs {', '.join(missing)}: pip install 'modeling-iha[serve]'", file=sys.stderr)
+        raise typer.Exit(1)
+    from transformers.cli.serving import model_manager
+    from transformers.cli.transformers import app as transformers_app
 
     import modeling_iha
 
-    try:
-        from transformers.cli.transformers import app as transformers_app
-
-        # It looks a model's class up in Transformers' own namespace, and nowhere else.
-        transformers.IHAForCausalLM = modeling_iha.IHAForCausalLM
-        transformers_app(["serve", *context.args], prog_name="iha")
-    except ImportError as error:
-        print(f"iha: {' '.join(str(error).split())} (pip install 'transformers[serving]')", file=sys.stderr)
-        raise typer.Exit(1) from error
+    # It looks a model's class up in the namespace of Transformers, and nowhere else.
+    model_manager.transformers.IHAForCausalLM = modeling_iha.IHAForCausalLM
+    transformers_app(["serve", *context.args], prog_name="iha")
 
 
 def _parse_counts(text: str) -> int | list[int]:

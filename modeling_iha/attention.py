@@ -111,6 +111,13 @@ class IHAAttention(LlamaAttention):
         if self.sliding_window is not None and not isinstance(mask, BlockMask):
             first = max(query_offset + 1 - self.sliding_window - key_offset, 0)
         if isinstance(mask, torch.Tensor):
+            if mask.shape[-1] == key_offset + stop:  # of the whole row, also what a sliding cache has forgotten
+                mask = mask[..., key_offset:]
+            elif mask.shape[-1] != key.shape[2]:
+                raise ValueError(
+                    f"attention_mask has the shape {list(mask.shape)}: its last dimension must be {key_offset + stop} "
+                    f"(all tokens so far) or {key.shape[2]} (those in the cache of layer {self.layer_idx})."
+                )
             mask = mask[..., first:stop]
         return key[:, :, first:stop], value[:, :, first:stop], mask, key_offset + first
 

@@ -68,8 +68,10 @@ def virtual_attention(
     """
     implementation = module.config._attn_implementation
     is_flex = implementation == "flex_attention"
-    if (is_flex and not isinstance(mask, BlockMask)) or (query.shape[2] == 1 and implementation != "eager"):
-        implementation = "sdpa"  # one query and a dense mask need no kernel of their own
+    is_flash = is_flash_attention_requested(module.config)
+    one_query = query.shape[2] == 1 and implementation != "eager"
+    if one_query or (is_flex and not isinstance(mask, BlockMask)) or (is_flash and isinstance(mask, torch.Tensor)):
+        implementation = "sdpa"  # which needs no kernel of its own for each
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
     attention = functools.partial(interface, module, dropout=dropout, scaling=module.scaling, **kwargs)
     states = (query, key, value)

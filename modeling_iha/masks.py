@@ -79,10 +79,11 @@ def token_masks(
         config: names the backend, the layer types and the window.
         inputs_embeds: [B, N, hidden_size], the new tokens.
         attention_mask: [B, cached + N], 0 for padding; or a mask that was made before: [B or 1, heads or 1, N, K],
-            bool (True is seen) or additive, a BlockMask, or these by layer type; or None.
+            bool (True is seen) or additive, a BlockMask, or these by layer type; or None. K is cached + N, or what
+            the layer's cache holds.
         cache: what was seen before, or None.
-        position_ids: [B or 1, N]. Where there is no padding, any step but 1 begins a document; where there is, a real
-            token that is not after the one before it.
+        position_ids: [B or 1, N]. Without an attention_mask any step but 1 begins a document, as in Transformers;
+            with one, a real token that is not after the one before it.
         cu_seq_lens: [documents + 1], where documents begin and end in the rows laid end to end (FlashAttention's
             `cu_seq_lens_q`); it goes before `position_ids`.
 
@@ -94,34 +95,33 @@ def token_masks(
         ValueError: the arguments do not fit each other, or the backend cannot express them.
     """
     is_flash = is_flash_attention_requested(config)
-    if isinstance(attention_mask, (dict, BlockMask)) or (attention_mask is not None and attention_mask.ndim != 2):
-        if not isinstance(attention_mask, dict):
-            attention_mask = dict.fromkeys(config.layer_types, attention_mask)
-        if is_flash and inputs_embeds.shape[1] > 1 and any(mask is not None for mask in attention_mask.values()):
-            raise ValueError(
-                f"{config._attn_implementation} takes an attention_mask of shape [batch, tokens] only. Use "
-                "attn_implementation='sdpa' for others."
-            )
-        return attention_mask
-
     batch, tokens = inputs_embeds.shape[:2]
-    cached = cache.get_seq_length() if cache is not None else 0
+    if isinstance(attention_mask, (dict, BlockMask)) or (attention_mask is not None and attention_mask.ndim != 2):
+        return _made_before(config, attention_mask, is_flash and tokens > 1)
+
     # Nothing below may look into a tensor while a whole model is compiled.
     looks = is_flash or not torch.compiler.is_compiling()
+    cached = cache.get_seq_length() if cache is not None else 0
+    given = attention_mask
     if looks:
         cached = int(cached)
         attention_mask = _checked(attention_mask, batch, cached + tokens)
         if cached and not config.is_causal:
             raise ValueError("is_causal=False cannot continue a cache: its tokens would have seen the new ones.")
-        if not cached:
-            cache = None  # an empty one says nothing
+    if tokens > 1 and not isinstance(cached, torch.Tensor) and cached == 0:
+        cache = None  # an empty one says nothing
 
     numbers = None
     if tokens > 1 and (cu_seq_lens is not None or position_ids is not None) and (looks or cache is None):
-        numbers = _document_numbers(batch, tokens, attention_mask, position_ids, cu_seq_lens, cached)
+        if cu_seq_lens is not None:
+            numbers = _numbers_by_bounds(batch, tokens, cu_seq_lens, looks)
+        else:
+            numbers = _numbers_by_positions(
+                position_ids.expand(batch, -1), None if given is None else given[:, cached : cached + tokens].bool()
+            )
         if looks and not (numbers != numbers[:, :1]).any():
             numbers = None
-        elif cached:
+        elif cache is not None:
             raise ValueError(
                 f"position_ids or cu_seq_lens_q begin a document among {tokens} tokens that continue {cached} cached "
                 "ones. Give packed documents without a cache, or each in a row of its own."
@@ -166,7 +166,8 @@ def pop_cu_seq_lens(kwargs: dict) -> torch.Tensor | None:
     bounds, key_bounds = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
     kwargs.pop("max_length_q", None)
     kwargs.pop("max_length_k", None)
-    if key_bounds is not None and (bounds is None or not torch.equal(bounds, key_bounds)):
+    looks = not torch.compiler.is_compiling()
+    if looks and key_bounds is not None and (bounds is None or not torch.equal(bounds, key_bounds)):
         raise ValueError(f"cu_seq_lens_k={key_bounds.tolist()} must be cu_seq_lens_q: a document attends to itself.")
     return bounds
 
@@ -191,26 +192,45 @@ def _checked(attention_mask: torch.Tensor | None, batch: int, length: int) -> to
     return None if attention_mask.all() else attention_mask
 
 
-def _document_numbers(
-    batch: int,
-    tokens: int,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cu_seq_lens: torch.Tensor | None,
-    cached: int,
-) -> torch.Tensor:
-    """[B, N], the number of each token's document within its row."""
-    if cu_seq_lens is not None:
+def _made_before(config: IHAConfig, masks, must_be_none: bool) -> dict[str, torch.Tensor | BlockMask | None]:
+    if not isinstance(masks, dict):
+        masks = dict.fromkeys(config.layer_types, masks)
+    if missing := set(config.layer_types) - set(masks):
+        raise ValueError(f"attention_mask has the keys {sorted(masks)}: {sorted(missing)} must be among them.")
+    for mask in masks.values():
+        is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
+        if is_dense and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(
+                f"attention_mask of 4 dimensions has the dtype {mask.dtype}: it must be bool or floating."
+            )
+        if mask is not None and not is_dense and not isinstance(mask, BlockMask):
+            raise ValueError(
+                f"attention_mask is {type(mask).__name__} of shape {list(getattr(mask, 'shape', []))}: it must have 2 "
+                "dimensions, or 4, or be a BlockMask, or a dict of the last two by layer type."
+            )
+        if must_be_none and mask is not None:
+            raise ValueError(
+                f"{config._attn_implementation} takes an attention_mask of shape [batch, tokens] only. Use "
+                "attn_implementation='sdpa' for others."
+            )
+    return masks
+
+
+def _numbers_by_bounds(batch: int, tokens: int, cu_seq_lens: torch.Tensor, looks: bool) -> torch.Tensor:
+    """[B, N], the number of each token's document."""
+    if looks:
         bounds = cu_seq_lens.tolist()
         if bounds[0] != 0 or bounds[-1] != batch * tokens or sorted(bounds) != bounds:
             raise ValueError(f"cu_seq_lens_q={bounds} must rise from 0 to the number of tokens, {batch * tokens}.")
-        token = torch.arange(batch * tokens, device=cu_seq_lens.device)
-        return torch.bucketize(token, cu_seq_lens[1:].to(token.dtype), right=True).view(batch, tokens)
-    positions = position_ids.expand(batch, -1)
-    if attention_mask is None:
-        return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-    real = attention_mask[:, cached : cached + tokens].bool()
-    last_real = torch.where(real, torch.arange(tokens, device=real.device), 0).cummax(-1).values
+    token = torch.arange(batch * tokens, device=cu_seq_lens.device)
+    return torch.bucketize(token, cu_seq_lens[1:].to(token.dtype), right=True).view(batch, tokens)
+
+
+def _numbers_by_positions(positions: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """[B, N], the number of each token's document within its row; `real` is None where no mask was given."""
+    if real is None:
+        return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)  # Transformers' rule
+    last_real = torch.where(real, torch.arange(real.shape[1], device=real.device), 0).cummax(-1).values
     previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0))
     begins = real & (positions <= positions.gather(1, previous)) & (real.cumsum(-1) > 1)
     return begins.cumsum(-1)

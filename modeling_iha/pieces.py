@@ -88,7 +88,7 @@ def in_blocks(
         mask: [B or 1, heads or 1, N, K] at token level, bool or additive; None where causality and window say it all.
         size: P.
         first_key: index among the K keys of the first query's own token; a tensor (static caches, compiled) leaves
-            the keys uncut and needs a mask.
+            the keys uncut.
         window: W in tokens, or None.
 
     Returns:

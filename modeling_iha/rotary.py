@@ -14,8 +14,8 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     keys are cached between the two, as G heads whatever P is.
     """
 
-    def __init__(self, config: IHAConfig, device: torch.device | None = None):
-        super().__init__(config, device)
+    def __init__(self, config: IHAConfig):
+        super().__init__(config)
         self.rope_phases = config.rope_phases
         self.pseudo_head_counts = sorted({config.get_num_pseudo_heads(i) for i in range(config.num_hidden_layers)})
 

@@ -55,12 +55,11 @@ def causal_mask(queries: int, keys: int, first_key: int, device: torch.device) -
 
 
 def as_dense(mask: BlockMask, batch: int, queries: int, keys: int) -> torch.Tensor:
-    """[B, 1, N, K] bool: what a BlockMask's function says of each pair."""
-    device = mask.kv_indices.device
-    index = [torch.arange(size, device=device) for size in (batch, 1, queries, keys)]
-    return mask.mask_mod(index[0][:, None, None, None], index[1][:, None, None], index[2][:, None], index[3]).expand(
-        batch, 1, queries, keys
-    )
+    """[B, 1 or heads, N, K] bool: what a BlockMask's function says of each pair."""
+    device, heads = mask.kv_indices.device, mask.shape[1]
+    index = [torch.arange(size, device=device) for size in (batch, heads, queries, keys)]
+    of_batch, of_heads, of_queries = index[0][:, None, None, None], index[1][:, None, None], index[2][:, None]
+    return mask.mask_mod(of_batch, of_heads, of_queries, index[3]).expand(batch, heads, queries, keys)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 from flash import stand_in_flash  # noqa: F401  (fixtures)
 from layers import CACHE, OneLayer, assert_close, float64_throughout  # noqa: F401
 from models import tiny_config, tiny_model, tokens
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -165,3 +166,73 @@ def test_bidirectional_models_have_no_cache():
         model(tokens(1, 4), use_cache=True, **{CACHE: cache})
         with pytest.raises(ValueError, match="is_causal=False cannot continue a cache"):
             model(tokens(1, 1), use_cache=True, **{CACHE: cache})
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("chunks", [[8, 1, 1], [8, 3]])
+def test_a_whole_rows_mask_with_a_sliding_cache(chunks, attention, float64_throughout):  # noqa: F811
+    layer = OneLayer(attention=attention, sliding_window=4)
+    tokens = sum(chunks)
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    seen[8:, 6] = False
+    x, cache, entered, left, start = layer.input(1, tokens), DynamicCache(config=layer.config), [], [], 0
+    for size in chunks:
+        stop = start + size
+        mask = seen[None, None, start:stop, :stop]
+        ins, outs = layer(x[:, start:stop], torch.arange(start, stop)[None], mask, cache=cache)
+        entered, left, start = [*entered, ins], [*left, outs], stop
+    entered, left = torch.cat(entered, 1), torch.cat(left, 1)
+    expected = layer.reference(entered[0], torch.arange(tokens), lambda n, m: bool(seen[n, m]) and n - m < 4)
+    assert_close(left[0], expected)
+    with pytest.raises(ValueError, match=rf"its last dimension must be {tokens + 1} \(all tokens so far\) or 4"):
+        layer(x[:, :1], torch.tensor([[tokens]]), torch.ones(1, 1, 1, 7, dtype=torch.bool), cache=cache)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_static_cache_that_was_reset_begins_with_one_token(attention, size, float64_throughout):  # noqa: F811
+    layer = OneLayer(attention=attention, num_pseudo_heads=size)
+    cache = StaticCache(config=layer.config, max_cache_len=TOKENS)
+    layer(layer.input(1, 3), torch.arange(3)[None], cache=cache)
+    cache.reset()
+    entered, left = layer(layer.input(1, 4), torch.arange(4)[None], chunks=[1, 2, 1], cache=cache)
+    assert_close(left[0], layer.reference(entered[0], torch.arange(4), lambda n, m: True))
+
+
+def test_positions_that_skip_are_one_document_where_a_mask_is_given(float64_throughout):  # noqa: F811
+    layer = OneLayer()
+    positions = torch.tensor([[0, 1, 2, 100, 101, 102]]).expand(2, -1)
+    for mask in (torch.ones(2, 6), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])):
+        entered, left = layer(layer.input(2, 6), positions, mask)
+        assert_close(left[0], layer.reference(entered[0], positions[0], lambda n, m: True))
+
+
+def test_a_block_mask_of_heads_is_that_of_each_head_on_every_backend(float64_throughout):  # noqa: F811
+    def by_head(batch, head, query, key):
+        return (key <= query) & ((head % 2 == 0) | (key == query))
+
+    block_mask = create_block_mask(by_head, 1, 4, TOKENS, TOKENS, device="cpu")
+    index = torch.arange(TOKENS)
+    dense = by_head(0, torch.arange(4)[:, None, None], index[:, None], index)[None]
+    for attention in ("sdpa", "eager"):
+        layer = OneLayer(attention=attention)
+        x = layer.input(1, TOKENS)
+        assert_close(layer(x, None, block_mask)[1], layer(x, None, dense)[1])
+
+
+def test_masks_of_other_kinds_are_refused():
+    layer = OneLayer()
+    x = layer.input(1, 4)
+    for mask, message in (
+        (torch.ones(1, 1, 4, 4, dtype=torch.long), "dtype torch.int64: it must be bool or floating"),
+        (torch.ones(1, 4, 4), "it must have 2 dimensions, or 4"),
+        ({"sliding_attention": None}, r"\['full_attention'\] must be among them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, None, mask)
+
+
+def test_flash_attention_takes_one_token_beside_padding(float64_throughout, stand_in_flash):  # noqa: F811
+    layer = OneLayer(attention="flash_attention_2")
+    entered, left = layer(layer.input(2, 1), None, torch.tensor([[1], [0]]))
+    assert_close(left[0], layer.reference(entered[0], torch.arange(1), lambda n, m: True))
