@@ -33,6 +33,8 @@ def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str
         What is not met, a line each; empty where the function is Llama's.
     """
     reasons = []
+    if not config.is_causal:
+        reasons.append("is_causal: false, so that tokens see later ones")
     if not all(layer_type == "full_attention" for layer_type in config.layer_types):
         reasons.append("layer_types: a sliding layer does not see all that Llama's sees")
     if config.rope_phases != "shared" and any(

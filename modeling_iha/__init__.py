@@ -18,8 +18,8 @@ from .modeling_iha import (
     IHAForTokenClassification,
     IHAModel,
     IHAPreTrainedModel,
+    token_weights,
 )
-from .weights import token_weights
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig, exist_ok=True)
 AutoModelForCausalLM.register(IHAConfig, IHAForCausalLM, exist_ok=True)

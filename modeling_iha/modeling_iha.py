@@ -31,6 +31,7 @@ from .bundle import AUTO_MAP, write_bundle
 from .masks import paged_masks, pop_cu_seq_lens, token_masks, with_dense_masks
 from .mixing import IHACollapse, IHAMixer
 from .rotary import IHARotaryEmbedding
+from .weights import token_weights
 
 
 class IHADecoderLayer(LlamaDecoderLayer):
@@ -150,4 +151,5 @@ __all__ = [
     "IHAForTokenClassification",
     "IHAModel",
     "IHAPreTrainedModel",
+    "token_weights",
 ]

@@ -129,6 +129,7 @@ BROKEN = {
         set_config(layer_types=["sliding_attention", "full_attention"], sliding_window=4),
         "layer_types: a sliding layer",
     ),
+    "not-causal": (set_config(is_causal=False), "is_causal: false"),
     "more-pseudo-heads": (set_config(num_pseudo_heads=3), "num_pseudo_heads"),
     "fewer-pseudo-heads": (set_config(num_pseudo_heads=[2, 1]), "layers?[ .]1.*num_pseudo_heads"),
     "norm": (set_config(rms_norm_eps=1e-3), "config.json: rms_norm_eps is 1e-06"),
@@ -213,7 +214,6 @@ def test_prompts_need_a_causal_model(tmp_path):
 
 
 HOPELESS = {
-    "not-causal": (set_config(is_causal=False), "config.json: .*is_causal=False"),
     "llama": (lambda folder: edit_config(folder, model_type="llama"), "model_type 'llama', an IHA folder has 'iha'"),
     "no-config": (lambda folder: (folder / "config.json").unlink(), "config.json: the file is missing"),
     "truncated": (lambda folder: (folder / MIXING).write_bytes(b"cut"), f"{MIXING}: truncated"),
