@@ -104,7 +104,7 @@ def in_blocks(
     else:
         rows = 1 if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
         block = max(LARGEST_MASK // (rows * size * size * keys), 1)
-    starts = [0] if block is tokens else range(0, tokens, block)
+    starts = [0] if block >= tokens else range(0, tokens, block)
     blocks = [(start, min(start + block, tokens)) for start in starts]
     reach = [
         (
