@@ -20,17 +20,11 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, DynamicCache, LlamaConfig, StaticCache
 from transformers.utils import logging
 
+from conversion_iha.compare import PROMPTS
 from conversion_iha.source import open_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 CONTEXT, CHUNK, PADDING = 1000, 384, 24
-PROMPTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "Question: Tom has 3 boxes with 12 pencils each. How many pencils are there?\nAnswer:",
-    "In the beginning God created the heaven and the earth. And the earth was",
-    "Water boils at a lower temperature on a mountain because",
-)
 GREEDY = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
 
 COLUMNS = {
@@ -119,7 +113,7 @@ def main():
             predicted = logits[:, :-1].flatten(0, 1).double()
             nats[way] += float(torch.nn.functional.cross_entropy(predicted, pair[:, 1:].flatten(), reduction="sum"))
 
-    prompts = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
+    prompts = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS[:5]]
     rows = []
     for way, (attention, feed, generating, kwargs) in enumerate(tqdm(WAYS, desc="generating")):
         model.set_attn_implementation(attention)

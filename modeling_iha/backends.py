@@ -75,10 +75,10 @@ def virtual_attention(
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
     attention = functools.partial(interface, module, dropout=dropout, scaling=module.scaling, **kwargs)
     states = (query, key, value)
-    if is_flash_attention_requested(requested_attention_implementation=implementation):
-        return _flash(module, attention, states, mask, query_offset, key_offset), None
     if implementation == "sdpa":
         return _sdpa(module, attention, states, mask, query_offset, key_offset, dropout), None
+    if is_flash:
+        return _flash(module, attention, states, mask, query_offset, key_offset), None
     return _dense(module, attention, states, mask, query_offset - key_offset)
 
 

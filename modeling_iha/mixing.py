@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import initialization as init
 
 
@@ -70,17 +71,15 @@ class IHAMixer(nn.Module):
         # Over the root of the heads mixed: noise of std 1 has the size of a head.
         q_std, kv_std = std / math.sqrt(self.q_mix.shape[-1]), std / math.sqrt(self.k_mix.shape[-1])
         if how == "normal":
-            init.normal_(self.q_mix, std=q_std)
-            init.normal_(self.k_mix, std=kv_std)
-            init.normal_(self.v_mix, std=kv_std)
-            return
-        q_mix, k_mix, v_mix = (identity_copies(weight) for weight in (self.q_mix, self.k_mix, self.v_mix))
+            q_mix, k_mix, v_mix = normal(self.q_mix, q_std), normal(self.k_mix, kv_std), normal(self.v_mix, kv_std)
+        else:
+            q_mix, k_mix, v_mix = (identity_copies(weight) for weight in self())
         if how == "exact":
             q_mix[:-1] += q_std * torch.randn_like(q_mix[:-1])  # the collapse reads the last one only
             v_mix += zero_sum_noise(v_mix.shape, kv_std).to(v_mix)
-        init.copy_(self.q_mix, q_mix)
-        init.copy_(self.k_mix, k_mix)
-        init.copy_(self.v_mix, v_mix)
+        fill(self.q_mix, q_mix)
+        fill(self.k_mix, k_mix)
+        fill(self.v_mix, v_mix)
 
 
 class IHACollapse(nn.Module):
@@ -100,11 +99,23 @@ class IHACollapse(nn.Module):
         its own token's key, so only that one equals Llama's head.
         """
         if how == "normal":
-            init.normal_(self.weight, std=std / math.sqrt(self.weight[0].numel()))
-            return
-        weight = torch.zeros_like(self.weight, dtype=torch.float32)
-        weight[:, -1] = torch.eye(len(weight), device=weight.device)
-        init.copy_(self.weight, weight)
+            weight = normal(self.weight, std / math.sqrt(self.weight[0].numel()))
+        else:
+            weight = torch.zeros(self.weight.shape, dtype=torch.float32, device=self.weight.device)
+            weight[:, -1] = torch.eye(len(weight), device=weight.device)
+        fill(self.weight, weight)
+
+
+def fill(parameter: torch.Tensor, value: torch.Tensor):
+    """`init.copy_`, also where each process holds a shard of the parameter: of the first process's value then."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value.to(parameter.dtype), parameter.device_mesh, parameter.placements)
+    init.copy_(parameter, value)
+
+
+def normal(weight: torch.Tensor, std: float) -> torch.Tensor:
+    """Noise in float32, of the whole shape and on the device of `weight`."""
+    return std * torch.randn(weight.shape, dtype=torch.float32, device=weight.device)
 
 
 def identity_copies(weight: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""The IHA models: Llama's, with IHAAttention in every layer that has more than one pseudo-head."""
+"""The IHA models: Llama's, with IHAAttention in every layer."""
 
+import functools
 import os
 
 import torch
@@ -90,6 +91,7 @@ class IHAModel(IHAPreTrainedModel, Qwen2Model):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @functools.wraps(Qwen2Model.forward, assigned=())  # its signature, which Transformers reads
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,

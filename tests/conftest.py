@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import modeling_iha  # noqa: F401  (registers the Auto classes)
+from conversion_iha.compare import PROMPTS
 from conversion_iha.source import open_source
 
 logging.disable_progress_bar()
@@ -22,13 +23,6 @@ TEXT = (
     "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
     "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, "
     "testing whether that nation, or any nation so conceived and so dedicated, can long endure."
-)
-PROMPTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "Question: Tom has 3 boxes with 12 pencils each. How many pencils are there?\nAnswer:",
-    "In the beginning God created the heaven and the earth. And the earth was",
-    "Water boils at a lower temperature on a mountain because",
 )
 
 
@@ -55,7 +49,7 @@ def tokenizer(smollm2):
 @pytest.fixture(scope="session")
 def prompts(tokenizer) -> dict[str, torch.Tensor]:
     """Five prompts of different lengths as one left-padded batch."""
-    return dict(tokenizer(list(PROMPTS), return_tensors="pt", padding=True))
+    return dict(tokenizer(list(PROMPTS[:5]), return_tensors="pt", padding=True))
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@ FlashAttention where there is no GPU: a stand-in for the package's two functions
 Transformers' own code around them. It says nothing of the kernels, only of what they are given.
 """
 
-import pytest
+import itertools
+
 import torch
-from transformers import modeling_flash_attention_utils as flash_utils
 
 
 def flash_attn_varlen_func(
@@ -24,9 +24,8 @@ def flash_attn_varlen_func(
     """q [tokens, H, d], k and v [tokens, G, d]; causality and windows are aligned at the end of each sequence."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
-    bounds = zip(*(cu[i:].tolist() for cu in (cu_seqlens_q, cu_seqlens_k) for i in (0, 1)))  # noqa: B905
     output = []
-    for q_start, q_stop, k_start, k_stop in bounds:
+    for (q_start, q_stop), (k_start, k_stop) in zip(pairs(cu_seqlens_q), pairs(cu_seqlens_k), strict=True):
         query, key = torch.arange(q_stop - q_start)[:, None], torch.arange(k_stop - k_start)
         query = query + len(key) - len(query)
         seen = torch.ones(len(query), len(key), dtype=torch.bool)
@@ -53,8 +52,5 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     return torch.stack(rows)
 
 
-@pytest.fixture
-def stand_in_flash(monkeypatch):
-    functions = (flash_attn_func, flash_attn_varlen_func, None, flash_utils._pad_input, flash_utils._unpad_input)
-    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: functions)
-    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+def pairs(bounds):
+    return list(itertools.pairwise(bounds.tolist()))

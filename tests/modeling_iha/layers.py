@@ -2,30 +2,14 @@
 
 import inspect
 
-import pytest
 import torch
 from naive import naive_iha
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from modeling_iha import IHAConfig, IHAModel
 
 # `past_key_values` up to Transformers 5.23 and `cache` from 5.24 on.
 CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(Qwen2Model.forward).parameters)
-
-
-@pytest.fixture
-def float64_throughout(monkeypatch):
-    """Transformers' rotary tables and eager's softmax are float32 always; beside them nothing shows at 1e-10."""
-
-    def tables(self, x, position_ids):
-        angles = position_ids[..., None].double() * self.inv_freq.double()
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
-
-    softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", tables)
-    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim=dim))
 
 
 class OneLayer:

@@ -88,8 +88,12 @@ def test_the_training_step_is_one_graph_with_the_same_gradients(layers, batch, p
     assert_compiled_step_is_the_step(model, BATCHES[batch], "aot_eager")
 
 
-def test_every_length_runs_the_same_graph():
-    model = tiny_model(**{**FULL, **ONE_LAYER, "layer_types": FULL["layer_types"][:1]})
+@pytest.mark.parametrize(
+    "layer", [{}, {"layer_types": ["sliding_attention"], "sliding_window": 64}], ids=["full", "window"]
+)
+def test_every_length_up_to_a_block_runs_the_same_graph(layer, monkeypatch):
+    monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 64)
+    model = tiny_model(**ONE_LAYER, **layer)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         for length in (9, 8, 7):

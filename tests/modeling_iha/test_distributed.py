@@ -164,7 +164,7 @@ def work(folder: Path):
     for scenario in SCENARIOS:
         try:
             result = scenario(IDS[rank::PROCESSES], folder)
-        except Exception:
+        except Exception:  # the test of this scenario shows it; the others run on
             result = {"error": traceback.format_exc()}
         torch.save(result, folder / f"{scenario.__name__}-{rank}.pt")
     dist.destroy_process_group()
@@ -202,7 +202,7 @@ def results(folder):
         for rank in range(PROCESSES):
             file = folder / f"{scenario.__name__}-{rank}.pt"
             assert file.exists(), (folder / f"log-{rank}").read_text()[-4000:]
-            loaded.append(torch.load(file, weights_only=False))
+            loaded.append(torch.load(file))
             assert "error" not in loaded[-1], loaded[-1]["error"]
         return loaded
 
@@ -264,9 +264,6 @@ def test_fsdp2_shards_the_layers_and_steps_as_one_process(scenario, modules, res
         assert_close(ranks[0]["state"], alone["parameters"])
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the initialisation copies plain tensors into sharded parameters"
-)
 def test_a_llama_folder_loads_into_shards_with_the_values_of_one_process(results):
     with torch.no_grad():
         logits = llama()(IDS).logits

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from layers import CACHE
 from models import SHAPE, smollm2_as_iha, tiny_model, tokens
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching import PagedAttentionCache
@@ -13,20 +14,14 @@ SIZES = [1, 2, 3, [2, 1, 4]]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
 
-def cache_of(output):
-    """Named `past_key_values` up to Transformers 5.23 and `cache` from 5.24 on."""
-    return output["cache"] if "cache" in output else output["past_key_values"]
-
-
 @torch.no_grad()
 def step_by_step(model, ids):
-    logits, cache = [], {}
+    logits, cache = [], None
     for n in range(ids.shape[1]):
-        output = model(ids[:, n : n + 1], use_cache=True, **cache)
-        name = "cache" if "cache" in output else "past_key_values"
-        cache = {name: output[name]}
+        output = model(ids[:, n : n + 1], use_cache=True, **{CACHE: cache})
+        cache = output[CACHE]
         logits.append(output.logits)
-    return torch.cat(logits, dim=1), cache_of(output)
+    return torch.cat(logits, dim=1), cache
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -85,6 +80,25 @@ def test_sliding_layers_generate_what_they_do_without_a_cache(phases):
     expected = model.generate(ids, **GREEDY, use_cache=False)
     assert torch.equal(model.generate(ids, **GREEDY), expected)
     assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("phases", PHASES)
+def test_a_cache_splits_by_rows_and_repeats_them(phases):
+    layer_types = ["sliding_attention", "full_attention", "full_attention"]
+    model = tiny_model(rope_phases=phases, num_pseudo_heads=[2, 1, 3], layer_types=layer_types, sliding_window=4)
+    ids, tail = tokens(3, 9), tokens(2, 3, seed=1)
+    for rows in ([2, 0], [1, 1]):
+        _, cache = step_by_step(model, ids)
+        cache.batch_select_indices(torch.tensor(rows))
+        logits = model(tail, **{CACHE: cache}).logits
+        full = model(torch.cat([ids[rows], tail], 1), use_cache=False).logits
+        assert torch.allclose(logits, full[:, 9:], rtol=0, atol=1e-6 * float(full.abs().max()))
+    _, cache = step_by_step(model, ids[:1])
+    cache.batch_repeat_interleave(2)
+    logits = model(tail, **{CACHE: cache}).logits
+    full = model(torch.cat([ids[:1].expand(2, -1), tail], 1), use_cache=False).logits
+    assert torch.allclose(logits, full[:, 9:], rtol=0, atol=1e-6 * float(full.abs().max()))
 
 
 PAGED = inspect.signature(PagedAttentionCache.update).parameters

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layers import float64_throughout  # noqa: F401  (a fixture)
 from models import tiny_config
 from transformers import DynamicCache
 

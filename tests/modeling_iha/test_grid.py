@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-from flash import stand_in_flash  # noqa: F401  (fixtures)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layers import OneLayer, assert_close, float64_throughout  # noqa: F401
+from layers import OneLayer, assert_close
 from transformers import DynamicCache, StaticCache
 
 from modeling_iha import pieces
@@ -88,14 +87,14 @@ def layer_of(index, variant, **fields):
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(name, CASES))
-def test_sdpa(case, float64_throughout):  # noqa: F811
+def test_sdpa(case, float64_throughout):
     layout, (cache, chunks), variant = case
     layer = layer_of(CASES.index(case), variant)
     check(layer, {**PADDED, **PACKED}[layout], cache, CHUNKS[chunks])
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=map(name, CASES[::3]))
-def test_eager(case, float64_throughout):  # noqa: F811
+def test_eager(case, float64_throughout):
     layout, (cache, chunks), variant = case
     layer = layer_of(CASES.index(case) // 3, variant, attention="eager")
     check(layer, {**PADDED, **PACKED}[layout], cache, CHUNKS[chunks])
@@ -105,7 +104,7 @@ FLASH_CASES = [case for case in CASES if "static" not in case[1] and case[0] != 
 
 
 @pytest.mark.parametrize("case", FLASH_CASES, ids=map(name, FLASH_CASES))
-def test_flash_attention(case, float64_throughout, stand_in_flash):  # noqa: F811
+def test_flash_attention(case, float64_throughout, stand_in_flash):
     layout, (cache, chunks), (phases, size) = case
     window = WINDOW if size == 1 else None
     layer = OneLayer(
@@ -151,7 +150,7 @@ BIDIRECTIONAL = [
 
 
 @pytest.mark.parametrize(("layout", "phases", "size", "attention"), BIDIRECTIONAL)
-def test_bidirectional(layout, phases, size, attention, float64_throughout, stand_in_flash):  # noqa: F811
+def test_bidirectional(layout, phases, size, attention, float64_throughout, stand_in_flash):
     layer = OneLayer(num_pseudo_heads=size, rope_phases=phases, is_causal=False, attention=attention)
     check(layer, {**PADDED, **PACKED}[layout])
 
@@ -183,7 +182,7 @@ def rows(draw):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rows(), st.sampled_from(VARIANTS), st.sampled_from(["sdpa", "eager"]), st.booleans())
-def test_odd_lengths(float64_throughout, drawn, variant, attention, slides):  # noqa: F811
+def test_odd_lengths(float64_throughout, drawn, variant, attention, slides):
     (window, layout), (phases, size) = drawn, variant
     window = window if slides else None
     layer = OneLayer((2, 1), num_pseudo_heads=size, rope_phases=phases, sliding_window=window, attention=attention)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from flash import stand_in_flash  # noqa: F401  (fixtures)
-from layers import CACHE, OneLayer, assert_close, float64_throughout  # noqa: F401
+from layers import CACHE, OneLayer, assert_close
 from models import tiny_config, tiny_model, tokens
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, DynamicCache, StaticCache
@@ -45,14 +44,14 @@ def check(layer, sees, mask=None, positions=RESTARTING, **kwargs):
 
 @pytest.mark.parametrize("attention", BACKENDS)
 @pytest.mark.parametrize("phases", ["shared", "interleaved", "fractional"])
-def test_documents_by_cu_seq_lens(phases, attention, float64_throughout, stand_in_flash):  # noqa: F811
+def test_documents_by_cu_seq_lens(phases, attention, float64_throughout, stand_in_flash):
     layer = OneLayer(rope_phases=phases, attention=attention)
     told = {"cu_seq_lens_q": CU_SEQ_LENS, "cu_seq_lens_k": CU_SEQ_LENS, "max_length_q": 4, "max_length_k": 4}
     check(layer, lambda n, m: SAME[n, m], **told)
     check(layer, lambda n, m: SAME[n, m], positions=None, **told)  # RoPE needs distances only
 
 
-def test_cu_seq_lens_run_over_the_rows_end_to_end(float64_throughout):  # noqa: F811
+def test_cu_seq_lens_run_over_the_rows_end_to_end(float64_throughout):
     layer = OneLayer()
     x = layer.input(2, TOKENS)
     bounds = torch.cat([CU_SEQ_LENS, CU_SEQ_LENS[1:] + TOKENS])
@@ -65,7 +64,7 @@ def test_cu_seq_lens_run_over_the_rows_end_to_end(float64_throughout):  # noqa: 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
-def test_masks_of_four_dimensions(kind, heads, window, attention, float64_throughout):  # noqa: F811
+def test_masks_of_four_dimensions(kind, heads, window, attention, float64_throughout):
     layer = OneLayer(attention=attention, sliding_window=window)
     mask = (SAME & CAUSAL)[None, None].expand(1, heads, -1, -1)
     if kind != torch.bool:
@@ -96,14 +95,14 @@ def test_masks_made_by_transformers_with_functions_of_ones_own(how, window, atte
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_static_cache_with_packed_documents(attention, float64_throughout):  # noqa: F811
+def test_a_static_cache_with_packed_documents(attention, float64_throughout):
     layer = OneLayer(attention=attention)
     cache = StaticCache(config=layer.config, max_cache_len=TOKENS + 5)
     check(layer, lambda n, m: SAME[n, m], cache=cache)
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
-def test_documents_cannot_begin_in_what_continues_a_cache(attention, stand_in_flash):  # noqa: F811
+def test_documents_cannot_begin_in_what_continues_a_cache(attention, stand_in_flash):
     layer = OneLayer(attention=attention)
     cache = DynamicCache(config=layer.config)
     layer(layer.input(1, 2), torch.arange(2)[None], cache=cache)
@@ -131,7 +130,7 @@ def test_a_mask_that_does_not_cover_the_cache_is_refused():
         layer.model(inputs_embeds=layer.input(2, 2), attention_mask=torch.ones(2, 2), **{CACHE: cache})
 
 
-def test_what_flash_attention_cannot_mask_is_refused(stand_in_flash):  # noqa: F811
+def test_what_flash_attention_cannot_mask_is_refused(stand_in_flash):
     layer = OneLayer(attention="flash_attention_2")
     x = layer.input(1, 4)
     with pytest.raises(ValueError, match="cannot hide tokens in the midst of a document"):
@@ -170,7 +169,7 @@ def test_bidirectional_models_have_no_cache():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("chunks", [[8, 1, 1], [8, 3]])
-def test_a_whole_rows_mask_with_a_sliding_cache(chunks, attention, float64_throughout):  # noqa: F811
+def test_a_whole_rows_mask_with_a_sliding_cache(chunks, attention, float64_throughout):
     layer = OneLayer(attention=attention, sliding_window=4)
     tokens = sum(chunks)
     seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
@@ -190,7 +189,7 @@ def test_a_whole_rows_mask_with_a_sliding_cache(chunks, attention, float64_throu
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_static_cache_that_was_reset_begins_with_one_token(attention, size, float64_throughout):  # noqa: F811
+def test_a_static_cache_that_was_reset_begins_with_one_token(attention, size, float64_throughout):
     layer = OneLayer(attention=attention, num_pseudo_heads=size)
     cache = StaticCache(config=layer.config, max_cache_len=TOKENS)
     layer(layer.input(1, 3), torch.arange(3)[None], cache=cache)
@@ -199,7 +198,7 @@ def test_a_static_cache_that_was_reset_begins_with_one_token(attention, size, fl
     assert_close(left[0], layer.reference(entered[0], torch.arange(4), lambda n, m: True))
 
 
-def test_positions_that_skip_are_one_document_where_a_mask_is_given(float64_throughout):  # noqa: F811
+def test_positions_that_skip_are_one_document_where_a_mask_is_given(float64_throughout):
     layer = OneLayer()
     positions = torch.tensor([[0, 1, 2, 100, 101, 102]]).expand(2, -1)
     for mask in (torch.ones(2, 6), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])):
@@ -207,7 +206,7 @@ def test_positions_that_skip_are_one_document_where_a_mask_is_given(float64_thro
         assert_close(left[0], layer.reference(entered[0], positions[0], lambda n, m: True))
 
 
-def test_a_block_mask_of_heads_is_that_of_each_head_on_every_backend(float64_throughout):  # noqa: F811
+def test_a_block_mask_of_heads_is_that_of_each_head_on_every_backend(float64_throughout):
     def by_head(batch, head, query, key):
         return (key <= query) & ((head % 2 == 0) | (key == query))
 
@@ -232,7 +231,7 @@ def test_masks_of_other_kinds_are_refused():
             layer(x, None, mask)
 
 
-def test_flash_attention_takes_one_token_beside_padding(float64_throughout, stand_in_flash):  # noqa: F811
+def test_flash_attention_takes_one_token_beside_padding(float64_throughout, stand_in_flash):
     layer = OneLayer(attention="flash_attention_2")
     entered, left = layer(layer.input(2, 1), None, torch.tensor([[1], [0]]))
     assert_close(left[0], layer.reference(entered[0], torch.arange(1), lambda n, m: True))

@@ -1,5 +1,6 @@
 """The model classes: heads, Auto registration, saving and loading, and what a forward returns."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 from transformers.generation import GenerationMixin
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 import modeling_iha
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, flop_matched_schedule, token_weights
@@ -311,3 +313,7 @@ def test_a_saved_folder_works_where_the_package_is_not_installed(tmp_path):
         assert ours == theirs
     assert same_tensors(model, AutoModelForCausalLM.from_pretrained(third))
     assert AutoConfig.from_pretrained(third).auto_map == modeling_iha.bundle.AUTO_MAP
+
+
+def test_forward_has_the_signature_that_transformers_reads():
+    assert inspect.signature(IHAModel.forward) == inspect.signature(Qwen2Model.forward)
