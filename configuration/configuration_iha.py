@@ -1,6 +1,6 @@
 """IHAConfig: Llama's configuration plus what Interleaved Head Attention (arXiv:2602.21371) adds."""
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 ROPE_PHASES = ("shared", "interleaved", "fractional")
 MIXING_INITS = ("exact", "identity", "normal")
@@ -71,6 +71,12 @@ class IHAConfig(LlamaConfig):
         super().__post_init__(**kwargs)
         self._validate_iha()
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> "IHAConfig":
+        """[`~PreTrainedConfig.from_dict`]; fields given beside are checked with the rest, not set afterwards."""
+        fields = {name: kwargs.pop(name) for name in cls.__annotations__ if name in kwargs}
+        return super().from_dict({**config_dict, **fields}, **kwargs)
+
     def get_num_pseudo_heads(self, layer_idx: int) -> int:
         """P of one layer."""
         return self.num_pseudo_heads if isinstance(self.num_pseudo_heads, int) else self.num_pseudo_heads[layer_idx]
@@ -86,8 +92,11 @@ class IHAConfig(LlamaConfig):
             fields: any other field of `IHAConfig`.
 
         Raises:
+            TypeError: it is no configuration.
             ValueError: the configuration is not a Llama model's, or a field has a value that is not allowed.
         """
+        if not isinstance(llama_config, PreTrainedConfig):
+            raise TypeError(f"llama_config={llama_config!r} must be a LlamaConfig: LlamaConfig.from_pretrained(...).")
         if llama_config.model_type != "llama":
             raise ValueError(f"model_type={llama_config.model_type!r} is not supported: only 'llama' becomes IHA.")
         llama_fields = {
@@ -141,6 +150,8 @@ class IHAConfig(LlamaConfig):
             )
         if window is None and "sliding_attention" in self.layer_types:
             raise ValueError("sliding_window=None must be an integer where layer_types has 'sliding_attention'.")
+        if window is not None and "sliding_attention" not in self.layer_types:
+            raise ValueError(f"sliding_window={window} must be None where layer_types has no 'sliding_attention'.")
 
 
 def _check_choice(field: str, value, allowed: tuple[str, ...]):

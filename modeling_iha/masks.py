@@ -106,8 +106,6 @@ def token_masks(
     if looks:
         cached = int(cached)
         attention_mask = _checked(attention_mask, batch, cached + tokens)
-        if cached and not config.is_causal:
-            raise ValueError("is_causal=False cannot continue a cache: its tokens would have seen the new ones.")
     if tokens > 1 and not isinstance(cached, torch.Tensor) and cached == 0:
         cache = None  # an empty one says nothing
 

@@ -107,6 +107,10 @@ class IHAModel(IHAPreTrainedModel, Qwen2Model):
         if input_ids is not None and inputs_embeds is None:
             input_ids, inputs_embeds = None, self.embed_tokens(input_ids)
         cache = pop_cache(dict(kwargs))
+        if not self.config.is_causal:
+            if cache is not None:
+                raise ValueError("is_causal=False has no cache: its tokens would see later ones. Pass use_cache=False.")
+            kwargs["use_cache"] = False
         if isinstance(cache, PagedAttentionCache):
             attention_mask = paged_masks(kwargs)
         elif inputs_embeds is not None:

@@ -68,6 +68,36 @@ def test_save_and_load(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_phases": "sharde"}, "rope_phases='sharde' must be one of"),
+        ({"num_pseudo_heads": 0}, "num_pseudo_heads=0 must be"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be an integer"),
+        ({"sliding_window": 4}, "sliding_window=4 must be None where layer_types has no 'sliding_attention'"),
+        ({"mixing_init": "bogus"}, "mixing_init='bogus' must be one of"),
+    ],
+)
+def test_fields_given_at_load_are_checked_too(fields, message, tmp_path):
+    IHAConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    for load in (AutoConfig, IHAConfig):
+        with pytest.raises(ValueError, match=message):
+            load.from_pretrained(tmp_path, **fields)
+
+
+def test_fields_given_at_load_are_taken(tmp_path):
+    IHAConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    config, unused = AutoConfig.from_pretrained(
+        tmp_path, rope_phases="fractional", num_pseudo_heads=(3, 1), other=1, return_unused_kwargs=True
+    )
+    assert (config.rope_phases, config.num_pseudo_heads, unused) == ("fractional", [3, 1], {"other": 1})
+
+
+def test_from_llama_wants_a_configuration():
+    with pytest.raises(TypeError, match="llama_config='a folder' must be a LlamaConfig"):
+        IHAConfig.from_llama("a folder")
+
+
 def test_from_llama_keeps_every_field():
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}
     llama = LlamaConfig(

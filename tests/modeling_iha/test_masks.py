@@ -160,11 +160,13 @@ def test_a_backend_without_a_mask_function_is_refused():
 
 def test_bidirectional_models_have_no_cache():
     model = tiny_model(is_causal=False)
-    cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(tokens(1, 4), use_cache=True, **{CACHE: cache})
-        with pytest.raises(ValueError, match="is_causal=False cannot continue a cache"):
-            model(tokens(1, 1), use_cache=True, **{CACHE: cache})
+        assert getattr(model(tokens(1, 4), use_cache=True), CACHE) is None
+        with pytest.raises(ValueError, match="is_causal=False has no cache.*Pass use_cache=False"):
+            model(tokens(1, 4), **{CACHE: DynamicCache(config=model.config)})
+        with pytest.raises(ValueError, match="is_causal=False has no cache"):
+            model.generate(tokens(1, 4), max_new_tokens=2)
+        assert model.generate(tokens(1, 4), max_new_tokens=2, use_cache=False).shape == (1, 6)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
