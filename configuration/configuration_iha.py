@@ -1,5 +1,7 @@
 """IHAConfig: Llama's configuration plus what Interleaved Head Attention (arXiv:2602.21371) adds."""
 
+import dataclasses
+
 from transformers import LlamaConfig, PreTrainedConfig
 
 ROPE_PHASES = ("shared", "interleaved", "fractional")
@@ -74,7 +76,9 @@ class IHAConfig(LlamaConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> "IHAConfig":
         """[`~PreTrainedConfig.from_dict`]; fields given beside are checked with the rest, not set afterwards."""
-        fields = {name: kwargs.pop(name) for name in cls.__annotations__ if name in kwargs}
+        # All but the dtype, for which `from_pretrained` looks again.
+        names = {field.name for field in dataclasses.fields(cls)} - {"dtype"}
+        fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         return super().from_dict({**config_dict, **fields}, **kwargs)
 
     def get_num_pseudo_heads(self, layer_idx: int) -> int:

@@ -108,8 +108,10 @@ class IHAModel(IHAPreTrainedModel, Qwen2Model):
             input_ids, inputs_embeds = None, self.embed_tokens(input_ids)
         cache = pop_cache(dict(kwargs))
         if not self.config.is_causal:
-            if cache is not None:
-                raise ValueError("is_causal=False has no cache: its tokens would see later ones. Pass use_cache=False.")
+            if cache is not None or kwargs.get("use_cache"):
+                raise ValueError(
+                    "is_causal=False has no cache: its tokens would see later ones. Pass use_cache=False."
+                )
             kwargs["use_cache"] = False
         if isinstance(cache, PagedAttentionCache):
             attention_mask = paged_masks(kwargs)

@@ -1,5 +1,6 @@
 """Which parameters are trained, and with which learning rate: the mixing tensors differ from all others."""
 
+import torch
 from peft import LoraConfig
 from torch import nn
 
@@ -46,14 +47,12 @@ def lora_config(rank: int, alpha: int, **kwargs) -> LoraConfig:
     )
 
 
-def parameter_groups(model: nn.Module, decayed: set[str], weight_decay: float, mixing_learning_rate: float) -> list:
-    """The optimizer's groups: decayed, not decayed, and mixing tensors, not decayed and at a rate of their own."""
-    groups = [
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
-        {"params": [], "weight_decay": 0.0, "lr": mixing_learning_rate},
-    ]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[2 if is_mixing(name) else name not in decayed]["params"].append(parameter)
-    return [group for group in groups if group["params"]]
+def give_own_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float):
+    """Moves the mixing tensors of a fresh optimizer into a group of their own, with this rate and no weight decay."""
+    mixing = {id(parameter): parameter for name, parameter in model.named_parameters() if is_mixing(name)}
+    moved = []
+    for group in optimizer.param_groups:
+        moved += [parameter for parameter in group["params"] if id(parameter) in mixing]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mixing]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    optimizer.add_param_group({"params": moved, "weight_decay": 0.0, "lr": learning_rate})

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from .mixing import parameter_groups
+from .mixing import give_own_rate
 from .monitor import distances, gradient_norm
 
 
@@ -17,14 +17,16 @@ class IHATrainer(SFTTrainer):
     Args:
         mixing_learning_rate: peak rate of the mixing tensors, which get no weight decay; the others' is
             `args.learning_rate`. Both follow the same schedule.
-        args, kwargs: of `SFTTrainer`.
+        args, kwargs: of `SFTTrainer`, but for `optimizers`.
 
     Every log has, beside the Trainer's own entries: `apart/q_mix`, `apart/k_mix`, `apart/v_mix`, `apart/collapse`
     (`monitor.distances`), `mixing_grad_norm` (after clipping, as the optimizer sees it), `tokens_per_second` (of all
-    processes, since the last log) and `peak_memory_gb` (of this process, on its device).
+    processes, since the last log, evaluations included) and `peak_memory_gb` (of this process, on its device).
     """
 
     def __init__(self, *args, mixing_learning_rate: float, **kwargs):
+        if kwargs.get("optimizers") is not None:
+            raise ValueError("optimizers must be left out: mixing_learning_rate would not count.")
         self.mixing_learning_rate = mixing_learning_rate
         super().__init__(*args, **kwargs)
         self.progress = _Progress()
@@ -32,11 +34,8 @@ class IHATrainer(SFTTrainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            model = self.model if model is None else model
-            decayed = set(self.get_decay_parameter_names(model))
-            optimizer, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
-            groups = parameter_groups(model, decayed, self.args.weight_decay, self.mixing_learning_rate)
-            self.optimizer = optimizer(groups, **kwargs)
+            super().create_optimizer(model)
+            give_own_rate(self.optimizer, self.model if model is None else model, self.mixing_learning_rate)
         return self.optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -55,9 +54,7 @@ class _Progress(TrainerCallback):
         self.time, self.tokens, self.gradient_norm = time.perf_counter(), 0, None
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        step = state.global_step + 1
-        if step % state.logging_steps == 0 or (step == 1 and args.logging_first_step):
-            self.gradient_norm = gradient_norm(model)
+        self.gradient_norm = gradient_norm(model)
 
     def tokens_per_second(self, tokens: int) -> float:
         now = time.perf_counter()

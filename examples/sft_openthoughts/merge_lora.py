@@ -1,5 +1,5 @@
 """
-Merges an adapter of `train: lora` into its model: a plain IHA folder, whatever the run was sharded over.
+Merges an adapter of `train: lora` into its model: a plain IHA folder, in float32.
 
     python merge_lora.py ADAPTER DESTINATION
 """
@@ -7,6 +7,7 @@ Merges an adapter of `train: lora` into its model: a plain IHA folder, whatever 
 import argparse
 from pathlib import Path
 
+import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
@@ -20,7 +21,7 @@ def main():
     args = parser.parse_args()
     if args.destination.exists():
         parser.error(f"{args.destination} exists.")
-    model = AutoPeftModelForCausalLM.from_pretrained(args.adapter).merge_and_unload()
+    model = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype=torch.float32).merge_and_unload()
     partial = args.destination.with_name(args.destination.name + ".partial")
     model.save_pretrained(partial)
     AutoTokenizer.from_pretrained(args.adapter).save_pretrained(partial)

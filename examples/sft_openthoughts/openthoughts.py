@@ -109,8 +109,13 @@ def tokenize(
     """
 
     def one(row, number):
+        messages = to_messages(row, number)
+        rendered = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        for message in messages:  # templates of reasoning models drop thoughts from what was said before
+            if message["content"].strip() not in rendered:
+                raise ValueError(f"row {number}: the training template drops part of what the {message['role']} says.")
         tokens = tokenizer.apply_chat_template(
-            to_messages(row, number),
+            messages,
             chat_template=template,
             return_dict=True,
             return_assistant_tokens_mask=True,

@@ -45,7 +45,8 @@ class Recipe:
 def main():
     parser = TrlParser((Recipe, SFTConfig), description=__doc__)
     recipe, config = parser.parse_args_and_config()
-    check_same_run(recipe, config)
+    check(config)
+    run_recipe = check_same_run(recipe, config)
 
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     template = training_template(tokenizer, recipe.training_template)
@@ -79,9 +80,17 @@ def main():
         logger.warning(f"Going on from {checkpoint}.")
     # Not by evaluate() before train(): the Trainer would then train without synchronising processes.
     trainer.args.eval_on_start = evaluated is not None and checkpoint is None
+    if trainer.is_world_process_zero():
+        write_json(Path(config.output_dir) / "recipe.json", run_recipe)
     trainer.train(resume_from_checkpoint=checkpoint)
-    if evaluated:
+    if evaluated and not any(
+        "eval_loss" in log and log["step"] == trainer.state.global_step for log in trainer.state.log_history
+    ):
         trainer.evaluate()
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type(
+            "FULL_STATE_DICT"
+        )  # else nothing that loads is written
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
@@ -96,10 +105,28 @@ def main():
         trainer.push_to_hub()
 
 
-def check_same_run(recipe: Recipe, config: SFTConfig):
-    """Refuses to go on with another recipe in the same folder, where it would silently be neither of the two."""
+def check(config: SFTConfig):
+    """Raises a ValueError for what `SFTConfig` takes and this program would not heed."""
+    unheeded = {
+        "resume_from_checkpoint": "the same command goes on by itself",
+        "model_init_kwargs": "the recipe has dtype and attn_implementation",
+        "chat_template_path": "the recipe has training_template",
+    }
+    for name, instead in unheeded.items():
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name}={getattr(config, name)!r} must be left out: {instead}.")
+    if config.max_length is None:
+        raise ValueError("max_length=None must be a number of tokens: longer examples are left out.")
+
+
+def check_same_run(recipe: Recipe, config: SFTConfig) -> dict:
+    """
+    What decides the steps of this run. Raises a ValueError where the run in `output_dir` is another, for going on with
+    it would silently be neither of the two.
+    """
     file = Path(config.output_dir) / "recipe.json"
-    now = {**asdict(recipe), **{name: getattr(config, name) for name in DECIDING}}
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+    now = {**asdict(recipe), **{name: getattr(config, name) for name in DECIDING}, "examples in a step": batch}
     now = json.loads(json.dumps(now, default=str))
     if file.exists():
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -110,28 +137,36 @@ def check_same_run(recipe: Recipe, config: SFTConfig):
                 f"{config.output_dir} holds a run with {name}={old!r}, not {new!r}. Name another output_dir, or "
                 "remove that folder to start anew."
             )
-    elif config.process_index == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, now)
+    return now
 
 
-# What of SFTConfig changes the steps of a run. The number of processes and the batch of each may differ on resuming.
+# What of SFTConfig changes the steps of a run. How the batch is spread over processes does not.
 DECIDING = (
     "max_length",
     "packing",
+    "packing_strategy",
+    "loss_type",
+    "optim",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
     "learning_rate",
     "lr_scheduler_type",
+    "lr_scheduler_kwargs",
     "warmup_steps",
     "weight_decay",
     "num_train_epochs",
     "max_steps",
     "max_grad_norm",
     "seed",
+    "data_seed",
     "bf16",
+    "fp16",
 )
 
 
 def write_json(file: Path, value):
+    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     partial.replace(file)

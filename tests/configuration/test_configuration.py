@@ -76,11 +76,16 @@ def test_save_and_load(tmp_path):
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be an integer"),
         ({"sliding_window": 4}, "sliding_window=4 must be None where layer_types has no 'sliding_attention'"),
         ({"mixing_init": "bogus"}, "mixing_init='bogus' must be one of"),
+        ({"num_hidden_layers": 4}, "layer_types=.* has 2 entries: it must have one per layer, num_hidden_layers=4"),
     ],
 )
 def test_fields_given_at_load_are_checked_too(fields, message, tmp_path):
     IHAConfig(num_hidden_layers=2).save_pretrained(tmp_path)
-    for load in (AutoConfig, IHAConfig):
+
+    class Child(IHAConfig):
+        more: int = 0
+
+    for load in (AutoConfig, IHAConfig, Child):
         with pytest.raises(ValueError, match=message):
             load.from_pretrained(tmp_path, **fields)
 

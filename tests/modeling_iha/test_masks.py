@@ -161,8 +161,10 @@ def test_a_backend_without_a_mask_function_is_refused():
 def test_bidirectional_models_have_no_cache():
     model = tiny_model(is_causal=False)
     with torch.no_grad():
-        assert getattr(model(tokens(1, 4), use_cache=True), CACHE) is None
-        with pytest.raises(ValueError, match="is_causal=False has no cache.*Pass use_cache=False"):
+        assert getattr(model(tokens(1, 4)), CACHE) is None
+        with pytest.raises(ValueError, match="is_causal=False has no cache"):
+            model(tokens(1, 4), use_cache=True)
+        with pytest.raises(ValueError, match=r"is_causal=False has no cache.*Pass use_cache=False"):
             model(tokens(1, 4), **{CACHE: DynamicCache(config=model.config)})
         with pytest.raises(ValueError, match="is_causal=False has no cache"):
             model.generate(tokens(1, 4), max_new_tokens=2)

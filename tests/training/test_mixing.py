@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_iha import IHAForCausalLM
 from training_iha import choose_trainable, is_mixing, last_complete_checkpoint, lora_config
-from training_iha.mixing import parameter_groups
+from training_iha.mixing import give_own_rate
 from training_iha.monitor import distances, gradient_norm
 
 PER_LAYER = ("collapse.weight", "mixer.k_mix", "mixer.q_mix", "mixer.v_mix")
@@ -37,10 +37,16 @@ def test_what_cannot_be_trained_is_refused():
 
 def test_mixing_tensors_have_a_rate_of_their_own_and_no_decay():
     model = tiny_model(num_pseudo_heads=2)
-    decayed = {name for name, _ in model.named_parameters() if "norm" not in name}
-    others, norms, mixing = parameter_groups(model, decayed, 0.1, 1e-3)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [named[name] for name in named if "norm" not in name], "weight_decay": 0.1},
+        {"params": [named[name] for name in named if "norm" in name], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, 1e-5)
+    give_own_rate(optimizer, model, 1e-3)
+    others, norms, mixing = optimizer.param_groups
     assert (others["weight_decay"], norms["weight_decay"], mixing["weight_decay"]) == (0.1, 0.0, 0.0)
-    assert mixing["lr"] == 1e-3 and "lr" not in others and "lr" not in norms
+    assert (others["lr"], norms["lr"], mixing["lr"]) == (1e-5, 1e-5, 1e-3)
     assert names(model, mixing["params"]) == [
         name for name in sorted(dict(model.named_parameters())) if is_mixing(name)
     ]

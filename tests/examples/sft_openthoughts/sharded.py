@@ -13,7 +13,11 @@ os.environ["ACCELERATE_USE_FSDP"] = "true"
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
 from trl import SFTConfig
+
+from training_iha import IHATrainer
 
 prepare = SFTConfig.__post_init__
 
@@ -24,14 +28,24 @@ def prepare_for_shards(self):
         "version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "cpu_ram_efficient_loading": False,
-        "state_dict_type": "FULL_STATE_DICT",
+        "state_dict_type": "SHARDED_STATE_DICT",
     }
     prepare(self)
     _ = self.device  # sets up the process group, as CPU processes
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+class Sharded(TrainerCallback):
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        assert isinstance(model, FSDPModule) and all(isinstance(layer, FSDPModule) for layer in model.model.layers)
+
+
+def with_check(self, *args, **kwargs):
+    create(self, *args, callbacks=[Sharded()], **kwargs)
+
+
 if __name__ == "__main__":
+    create, IHATrainer.__init__ = IHATrainer.__init__, with_check
     SFTConfig.__post_init__ = prepare_for_shards
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))

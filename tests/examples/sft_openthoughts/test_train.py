@@ -11,6 +11,7 @@ from pathlib import Path
 import openthoughts
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,14 +60,6 @@ def curve(folder, key="loss"):
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
-
-
-def assert_close(folder, expected, tolerance):
-    """Loss curves, and where the weights end."""
-    assert len(curve(folder)) == STEPS
-    assert curve(folder) == pytest.approx(curve(expected), rel=tolerance)
-    ours, theirs = weights(folder), weights(expected)
-    assert ours.keys() == theirs.keys()
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +143,7 @@ def assert_same_run(folder, expected, tolerance):
         assert (weights(folder)[name] - tensor).abs().max() <= 100 * tolerance * tensor.abs().max(), name
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_whole_batch(whole_run, command, tmp_path):
     batch = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
     run(command(tmp_path / "accumulated", *batch))
@@ -162,20 +156,34 @@ def test_two_processes_are_one(whole_run, command, tmp_path):
     assert_same_run(tmp_path / "ddp", whole_run, 1e-4)
 
 
+@pytest.mark.slow
 def test_two_sharded_processes_are_one(whole_run, command, tmp_path):
     batch = ("--per_device_train_batch_size", "2")
     run(command(tmp_path / "fsdp", *batch, launcher=(*TORCHRUN, "2", SHARDED)))
     assert_same_run(tmp_path / "fsdp", whole_run, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", ["mixing", "lora"])
 def test_less_than_all_is_trained(train, command, small_iha, tmp_path):
-    run(command(tmp_path / train, "--train", train, "--max_steps", "2"))
+    run(command(tmp_path / train, "--train", train, "--max_steps", "3"))
     before = load_file(small_iha / "model.safetensors")
     if train == "lora":
-        saved = load_file(tmp_path / train / "adapter_model.safetensors")
-        assert sum("mixer" in name for name in saved) == 2 * 3
-        assert not any("embed_tokens" in name for name in saved)
+        subprocess.run([sys.executable, EXAMPLE / "merge_lora.py", tmp_path / "lora", tmp_path / "merged"], check=True)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+        adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "lora", dtype=torch.float32).eval()
+        source = AutoModelForCausalLM.from_pretrained(small_iha, dtype=torch.float32).eval()
+        ids = torch.arange(100, 120)[None]
+        with torch.no_grad():
+            logits, expected, before = (model(ids).logits for model in (merged, adapted, source))
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert (before - expected).abs().max() > 1e-3 * expected.abs().max()
+        trained = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+        plain = load_file(small_iha / "model.safetensors")
+        mixing = {name: tensor for name, tensor in trained.items() if ".mixer." in name or ".collapse." in name}
+        assert len(mixing) == 2 * 4
+        for name, tensor in mixing.items():
+            assert not torch.equal(tensor, plain[name.removeprefix("base_model.model.")]), name
         return
     for name, tensor in weights(tmp_path / train).items():
         moved = not torch.equal(tensor, before[name])
