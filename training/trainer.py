@@ -10,9 +10,10 @@ from trl import SFTTrainer
 
 from .mixing import give_own_rate
 from .monitor import distances, gradient_norm
+from .parallel import WithoutLeaks
 
 
-class IHATrainer(SFTTrainer):
+class IHATrainer(WithoutLeaks, SFTTrainer):
     """
     Args:
         mixing_learning_rate: peak rate of the mixing tensors, which get no weight decay; the others' is

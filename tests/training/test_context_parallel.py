@@ -1,0 +1,74 @@
+"""Context parallelism: virtual tokens of a token stay together, and processes in a ring compute what one does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ring import STEPS, TOKENS
+
+from training_iha.parallel import refuse_leaks
+
+RING = Path(__file__).parent / "ring.py"
+
+
+def run(folder, processes, *how, **fields):
+    folder.mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(RING), str(folder), json.dumps(fields), *how]
+    paths = os.pathsep.join([str(RING.parent), str(RING.parents[1] / "modeling_iha")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return done, torch.load(folder / "result.pt") if done.returncode == 0 else None
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phases", ["shared", "interleaved"])
+def test_a_ring_computes_what_one_process_does(phases, processes, tmp_path):
+    fields = {"num_pseudo_heads": [2, 1, 3], "rope_phases": phases}
+    _, alone = run(tmp_path / "alone", 1, **fields)
+    done, together = run(tmp_path / "together", processes, **fields)
+    assert together, done.stderr[-4000:]
+    local = TOKENS // processes
+    assert together["calls"] == [2 * local, local, 3 * local] * STEPS
+    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    for ours, theirs in zip(together["gradients"], alone["gradients"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+
+
+def test_a_ring_refuses_windows(tmp_path):
+    done, _ = run(tmp_path / "windows", 2, num_pseudo_heads=2, sliding_window=4)
+    assert done.returncode != 0
+    assert "Context parallelism does not support attention layers of type ['sliding_attention']" in done.stderr
+
+
+def test_a_ring_refuses_packed_rows(tmp_path):
+    assert run(tmp_path / "one process", 1, "packed", num_pseudo_heads=2)[1]
+    done, _ = run(tmp_path / "ring", 2, "packed", num_pseudo_heads=2)
+    assert done.returncode != 0
+    assert "position_ids start over within a row: in a ring its documents see each other." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])}, "position_ids start over"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, "cu_seq_lens_q packs documents"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])}, "attention_mask hides tokens"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask hides tokens"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask hides tokens"),
+    ],
+)
+def test_what_would_leak_is_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_leaks(inputs)
+
+
+def test_whole_documents_padded_on_the_right_are_taken():
+    refuse_leaks({"input_ids": torch.ones(2, 4)})
+    refuse_leaks({"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "position_ids": torch.arange(4)[None]})
