@@ -34,7 +34,7 @@ class Recipe:
     mixing_learning_rate: float = field(default=1e-3, metadata={"help": "peak rate of the mixing tensors"})
     eval_examples: int = field(default=0, metadata={"help": "examples kept from training for the evaluations"})
     training_template: str | None = field(
-        default=None, metadata={"help": "chat template file with {% generation %} marks, where TRL knows none"}
+        default=None, metadata={"help": "chat template file with generation marks, where TRL knows none"}
     )
     dtype: str = field(default="float32", metadata={"help": "of the weights; bf16: true computes in bfloat16 anyway"})
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, or flash_attention_2 on a GPU"})

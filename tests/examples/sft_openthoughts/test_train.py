@@ -74,6 +74,11 @@ def whole_run(uninterrupted, command):
     return uninterrupted
 
 
+def test_help_lists_the_recipe_and_sftconfig():
+    text = run([sys.executable, EXAMPLE / "train.py", "--help"])
+    assert "--mixing_learning_rate" in text and "--gradient_accumulation_steps" in text
+
+
 def test_a_run_trains_evaluates_logs_and_leaves_a_folder_that_loads(whole_run, command, tokenizer):
     results = json.loads((whole_run / "results.json").read_text())
     assert results["examples"] == {"train": 80, "eval": 20, "left out as too long": 0}
