@@ -79,6 +79,9 @@ class IHAConfig(LlamaConfig):
         # All but the dtype, for which `from_pretrained` looks again.
         names = {field.name for field in dataclasses.fields(cls)} - {"dtype"}
         fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        window, layer_types = fields.get("sliding_window"), {**config_dict, **fields}.get("layer_types")
+        if window is not None and layer_types is not None and "sliding_attention" not in layer_types:
+            raise ValueError(f"sliding_window={window} must be None where layer_types has no 'sliding_attention'.")
         return super().from_dict({**config_dict, **fields}, **kwargs)
 
     def get_num_pseudo_heads(self, layer_idx: int) -> int:
@@ -154,8 +157,6 @@ class IHAConfig(LlamaConfig):
             )
         if window is None and "sliding_attention" in self.layer_types:
             raise ValueError("sliding_window=None must be an integer where layer_types has 'sliding_attention'.")
-        if window is not None and "sliding_attention" not in self.layer_types:
-            raise ValueError(f"sliding_window={window} must be None where layer_types has no 'sliding_attention'.")
 
 
 def _check_choice(field: str, value, allowed: tuple[str, ...]):
