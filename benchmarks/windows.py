@@ -90,7 +90,7 @@ def measure(how: str, tokens: int) -> dict:
 
     def step(tokens):
         x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
-        tables = model.rotary_emb(x, torch.arange(tokens)[None])[PSEUDO_HEADS]
+        tables = model.rotary_emb(x, torch.arange(tokens)[None])[str(PSEUDO_HEADS)]
         run(x, tables)[0].sum().backward()
 
     step(WINDOW + 1)  # what the first call of anything costs

@@ -1,4 +1,4 @@
-"""The command line: `iha convert`, `iha verify`, `iha serve`."""
+"""The command line: `iha convert`, `iha verify`, `iha plan`, `iha serve`."""
 
 import json
 import sys
@@ -30,6 +30,11 @@ class RopePhases(StrEnum):
 class MixingInit(StrEnum):
     exact = "exact"
     identity = "identity"
+
+
+class Schedule(StrEnum):
+    full = "full"
+    hybrid = "hybrid"
 
 
 class DType(StrEnum):
@@ -187,6 +192,122 @@ _ROWS = (
     ),
     ("explained by rounding", lambda c: "yes" if c.explained else "NO"),
 )
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="Llama or IHA checkpoint, a folder or a Hub id (only its config is read), or a preset."),
+    ],
+    length: Annotated[int, typer.Option(min=1, help="N, tokens of a row.")],
+    num_pseudo_heads: Annotated[
+        int | None,
+        typer.Option("--num-pseudo-heads", "-p", min=1, help="P of a Llama model's layers.", show_default="2"),
+    ] = None,
+    schedule: Annotated[
+        Schedule | None,
+        typer.Option(help="Its layers: all full, or the paper's hybrid for this length.", show_default="full"),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many; above 8, machines of 8.")] = 1,
+    memory: Annotated[float, typer.Option(help="Of one GPU, in GB.")] = 80,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at a time on a GPU, or on a group that shares one.")] = 1,
+    write: Annotated[Path | None, typer.Option(help="Where to write the Accelerate configuration.")] = None,
+    revision: REVISION = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """
+    Plan a training: parameters, FLOPs, memory on a GPU, and how to spread it.
+
+    Counted for AdamW with float32 weights and bfloat16 products. The first that fits is taken: one GPU, or FSDP2 over
+    all; sequences shared in a ring (context parallelism), or by heads (DeepSpeed's Ulysses) where layers slide; the
+    same with weights and optimizer offloaded. Exit code 0 where something fits, else 1.
+    """
+    from training_iha import plan_training
+
+    with _errors(as_json):
+        if write is not None and write.exists():
+            raise ValueError(f"--write {write}: exists already. Name another file.")
+        config = _planned_config(model, num_pseudo_heads, schedule, length, revision)
+        result = plan_training(config, length, gpus, memory, batch)
+        if write is not None and result.fits:
+            write.write_text(result.accelerate_yaml(), encoding="utf-8")
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        _print_plan(result, write)
+    raise typer.Exit(0 if result.fits else 1)
+
+
+def _planned_config(model: str, num_pseudo_heads: int | None, schedule: Schedule | None, length: int, revision):
+    from transformers import AutoConfig
+
+    import modeling_iha  # noqa: F401  (registers the Auto classes)
+    from configuration_iha import PRESETS, IHAConfig, flop_matched_schedule, preset
+
+    try:
+        config = preset(model) if model in PRESETS else AutoConfig.from_pretrained(model, revision=revision)
+    except OSError as error:
+        raise OSError(f"{model}: no folder, Hub id or preset ({', '.join(PRESETS)}) with a config: {error}") from error
+    # A preset without pseudo-heads of its own is a Llama model's shape.
+    if config.model_type == "iha" and "num_pseudo_heads" in PRESETS.get(model, {"num_pseudo_heads": None}):
+        for name, value in (("--num-pseudo-heads", num_pseudo_heads), ("--schedule", schedule)):
+            if value is not None:
+                raise ValueError(f"{name} {value} must be left out: {model} is an IHA model with layers of its own.")
+        return config
+    size = 2 if num_pseudo_heads is None else num_pseudo_heads
+    fields = {"num_pseudo_heads": size}
+    if schedule == Schedule.hybrid:
+        fields = flop_matched_schedule(config.num_hidden_layers, length, size)
+    return preset(model, **fields) if model in PRESETS else IHAConfig.from_llama(config, **fields)
+
+
+def _print_plan(plan, write: Path | None) -> None:
+    def table(title: str, *columns: str) -> Table:
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="right" if column != columns[0] else "left")
+        return table
+
+    parameters = table("Parameters", "", "count")
+    for part, count in plan.parameters.items():
+        parameters.add_row(part, f"{count:,}", end_section=part == "head")
+    console.print(parameters)
+
+    flops = table(f"Forward of {plan.sequence_length:,} tokens, TFLOPs", "", "IHA", "plain attention", "ratio")
+    rows = [(part, plan.attention[part], plan.plain_attention[part]) for part in ("scores", "mixing")]
+    rows += [(part, count, count) for part, count in plan.linear.items() if part != "total"]
+    rows.append(("total", *(part["total"] + plan.linear["total"] for part in (plan.attention, plan.plain_attention))))
+    for part, ours, plain in rows:
+        ratio = f"{ours / plain:.2f}" if plain else "-"
+        flops.add_row(part, f"{ours / 1e12:,.2f}", f"{plain / 1e12:,.2f}", ratio, end_section=part == "head")
+    console.print(flops)
+
+    memory = table("Memory on each GPU at its peak", "", "GB")
+    for part, size in plan.memory.items():
+        memory.add_row(part, f"{size / 1e9:.1f}", end_section=part == "loss")
+    memory.add_row("total", f"{plan.total_memory / 1e9:.1f}")
+    memory.add_row("there is", f"{plan.available / 1e9:.1f}")
+    console.print(memory)
+
+    if not plan.fits:
+        console.print(f"Does not fit. The above is the least, of {plan.layout.describe()}.", highlight=False)
+        if plan.enough_gpus is not None:
+            console.print(f"{plan.enough_gpus} GPUs would do.", highlight=False)
+        if plan.longest is not None:
+            console.print(f"On {plan.gpus}, rows of {plan.longest} tokens would do.", highlight=False)
+        return
+    console.print(f"Plan: {plan.layout.describe()}.", highlight=False)
+    if plan.host_memory:
+        console.print(f"Main memory on each machine: {plan.host_memory / 1e9:.0f} GB.", highlight=False)
+    for note in plan.notes:
+        console.print(note, highlight=False)
+    arguments = "\n".join(f"{name}: {json.dumps(value)}" for name, value in plan.arguments.items())
+    print(f"\n# Of the training's own configuration:\n{arguments}\n")
+    if write is None:
+        print(f"# For accelerate launch --config_file:\n{plan.accelerate_yaml()}", end="")
+    else:
+        print(f"Written: {write}")
 
 
 @app.command(

@@ -65,7 +65,12 @@ def virtual_attention(
 
     Returns:
         Output [B, N P, H, d], and the weights [B, H, N P, K P] where the backend is `eager`.
+
+    Under sequence parallelism training sets `module.across_processes`, which is called instead: it gathers the tokens
+    of all processes and comes back here with fewer heads.
     """
+    if (across_processes := getattr(module, "across_processes", None)) is not None:
+        return across_processes(module, query, key, value, mask, query_offset, key_offset, dropout, **kwargs)
     implementation = module.config._attn_implementation
     is_flex = implementation == "flex_attention"
     is_flash = is_flash_attention_requested(module.config)
@@ -73,6 +78,12 @@ def virtual_attention(
     if one_query or (is_flex and not isinstance(mask, BlockMask)) or (is_flash and isinstance(mask, torch.Tensor)):
         implementation = "sdpa"  # which needs no kernel of its own for each
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+    if module.training and is_deepspeeds(interface):
+        raise ValueError(
+            f"DeepSpeed has replaced attn_implementation={implementation!r} for sp_size > 1: windows, documents and "
+            "padding would be lost. Train with training_iha.IHATrainer, or a Trainer with "
+            "training_iha.parallel.WithoutLeaks mixed in."
+        )
     attention = functools.partial(interface, module, dropout=dropout, scaling=module.scaling, **kwargs)
     states = (query, key, value)
     if implementation == "sdpa":
@@ -80,6 +91,11 @@ def virtual_attention(
     if is_flash:
         return _flash(module, attention, states, mask, query_offset, key_offset), None
     return _dense(module, attention, states, mask, query_offset - key_offset)
+
+
+def is_deepspeeds(interface: Callable) -> bool:
+    """Whether DeepSpeed has put its sequence parallelism in the place of an attention function."""
+    return getattr(interface, "__module__", "").startswith("deepspeed.")
 
 
 def _dense(module, attention: Callable, states, mask: Mask, first_key: int | torch.Tensor):

@@ -42,7 +42,7 @@ class IHADecoderLayer(LlamaDecoderLayer):
         self.self_attn = IHAAttention(config, layer_idx)
 
     def forward(self, hidden_states, position_embeddings=None, **kwargs):
-        position_embeddings = position_embeddings[self.num_pseudo_heads]
+        position_embeddings = position_embeddings[str(self.num_pseudo_heads)]
         return super().forward(hidden_states, position_embeddings=position_embeddings, **kwargs)
 
 

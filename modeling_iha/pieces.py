@@ -11,7 +11,7 @@ from .masks import Piece
 from .virtual_masks import additive, causal_mask, virtual_mask
 
 SMALLEST_BLOCK = 64  # tokens; below it a call costs more than what a smaller block would save
-LARGEST_MASK = 2**23  # entries of one block's mask
+LARGEST_MASK = 2**25  # entries of one block's mask
 
 
 class _Cut(torch.autograd.Function):
@@ -34,6 +34,26 @@ class _Cut(torch.autograd.Function):
 def cut(x: torch.Tensor, pieces: list[tuple[slice, slice]]) -> tuple[torch.Tensor, ...]:
     """[B, heads, length, d] -> the pieces x[rows, :, tokens], as views."""
     return _Cut.apply(x, pieces)
+
+
+class _Take(torch.autograd.Function):
+    """A slice, and the tensor for the next one to be taken from: `cut`, for slices that are used one after the other.
+    The backward of each adds its gradient to one buffer, before that of the slice before it is there."""
+
+    @staticmethod
+    def forward(ctx, x, start, stop):
+        ctx.shape, ctx.piece = x.shape, slice(start, stop)
+        return x[:, :, ctx.piece], x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, total):
+        if total is None:
+            total = grad.new_zeros(ctx.shape)
+        elif torch.compiler.is_compiling():  # which traces this with views, and makes it one buffer itself
+            total = total.clone()
+        total[:, :, ctx.piece] += grad
+        return total, None, None
 
 
 def in_pieces(attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: list[Piece], size: int):
@@ -99,11 +119,12 @@ def in_blocks(
     can_cut = is_causal and not isinstance(first_key, torch.Tensor)
     if isinstance(tokens, torch.SymInt) or isinstance(keys, torch.SymInt):
         block = tokens  # an exported graph of any length cannot have a number of blocks that depends on it
-    elif window is not None and can_cut:
-        block = max(window // 4, SMALLEST_BLOCK)
     else:
-        rows = 1 if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
-        block = max(LARGEST_MASK // (rows * size * size * keys), 1)
+        rows = heads // groups if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
+        within = keys if window is None or not can_cut else min(window + window // 4, keys)
+        block = max(LARGEST_MASK // (rows * size * size * within), 1)
+        if window is not None and can_cut:
+            block = min(block, max(window // 4, SMALLEST_BLOCK))
     starts = [0] if block >= tokens else range(0, tokens, block)
     blocks = [(start, min(start + block, tokens)) for start in starts]
     reach = [
@@ -114,22 +135,26 @@ def in_blocks(
         for start, stop in blocks
     ]
     every = slice(None)
-    key_pieces = [(every, slice(low * size, high * size)) for low, high in reach]
     query_pieces = [(every, slice(start * size, stop * size)) for start, stop in blocks]
 
-    shared_shape, shared, outputs = None, None, []
-    pieces = zip(blocks, reach, cut(query, query_pieces), cut(key, key_pieces), cut(value, key_pieces), strict=True)
-    for (start, stop), (low, high), block_query, block_key, block_value in pieces:
+    shared_rows, shared, outputs = None, None, []
+    for (start, stop), (low, high), block_query in zip(blocks, reach, cut(query, query_pieces), strict=True):
+        block_key, key = _Take.apply(key, low * size, high * size)
+        block_value, value = _Take.apply(value, low * size, high * size)
         own = start + first_key - low
         if mask is not None:
             seen = virtual_mask(mask[:, :, start:stop, low:high], size, own, window, is_causal)
             seen = _by_group(seen, groups, heads)
+        elif not can_cut:
+            seen = virtual_mask(causal_mask(stop - start, keys, own, query.device), size, own, window)
+            seen = _by_group(additive(seen, query.dtype), groups, heads)
         else:
-            shape = (stop - start, high - low, own)
-            if shape != shared_shape:  # the blocks of a window are alike, and the backward keeps one mask for all
-                seen = additive(virtual_mask(causal_mask(*shape, query.device), size, own, window), query.dtype)
-                shared_shape, shared = shape, _by_group(seen, groups, heads)
-            seen = shared
+            if stop - start != shared_rows:  # blocks end at their last token's key, so they are cut from one mask
+                shared_rows, widest = stop - start, max(high - low for low, high in reach)
+                own = widest - shared_rows
+                shared = virtual_mask(causal_mask(shared_rows, widest, own, query.device), size, own, window)
+                shared = _by_group(additive(shared, query.dtype), groups, heads)
+            seen = shared[..., -(high - low) * size :]
         rows = (stop - start) * size
         output = scaled_dot_product_attention(
             block_query.reshape(batch, groups, -1, head_dim),

@@ -19,21 +19,23 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         self.rope_phases = config.rope_phases
         self.pseudo_head_counts = sorted({config.get_num_pseudo_heads(i) for i in range(config.num_hidden_layers)})
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[int, tuple[torch.Tensor, ...]]:
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
         """
         Args:
             x: gives dtype and device of the tables.
             position_ids: [B or 1, N], positions of the tokens.
 
         Returns:
-            For each P of the model's layers the tuple (cos, sin), each [B or 1, N, d], of the base phase; where
-            pseudo-heads have phases of their own, (cos, sin, offset_cos, offset_sin) with offsets as [P, d].
+            For each P of the model's layers, as a string (DeepSpeed takes no other keys), the tuple (cos, sin), each
+            [B or 1, N, d], of the base phase; where pseudo-heads have phases of their own, (cos, sin, offset_cos,
+            offset_sin) with offsets as [P, d].
         """
         base = super().forward(x, position_ids) if self.rope_phases != "interleaved" else None
-        return {
-            count: (base or super(IHARotaryEmbedding, self).forward(x, position_ids * count)) + self._offsets(x, count)
-            for count in self.pseudo_head_counts
-        }
+        tables = {}
+        for count in self.pseudo_head_counts:
+            turn = base or super().forward(x, position_ids * count)
+            tables[str(count)] = turn + self._offsets(x, count)
+        return tables
 
     def _offsets(self, x: torch.Tensor, num_pseudo_heads: int) -> tuple[torch.Tensor, ...]:
         if num_pseudo_heads == 1 or self.rope_phases == "shared":

@@ -1,7 +1,39 @@
-"""Training IHA models with Transformers' Trainer."""
+"""Training IHA models with Transformers' Trainer, and planning it."""
 
-from .checkpoints import last_complete_checkpoint
-from .mixing import choose_trainable, is_mixing, lora_config
-from .trainer import IHATrainer
+import importlib
 
-__all__ = ["IHATrainer", "choose_trainable", "is_mixing", "last_complete_checkpoint", "lora_config"]
+# Where each name is. Imported when it is asked for: planning needs neither TRL nor PEFT.
+_MODULES = {
+    "IHATrainer": "trainer",
+    "Plan": "plan",
+    "choose_trainable": "mixing",
+    "is_mixing": "mixing",
+    "last_complete_checkpoint": "checkpoints",
+    "lora_config": "mixing",
+    "plan_training": "plan",
+    "run": "runs",
+}
+
+__all__ = [
+    "IHATrainer",
+    "Plan",
+    "choose_trainable",
+    "is_mixing",
+    "last_complete_checkpoint",
+    "lora_config",
+    "plan_training",
+    "run",
+]
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("trl", "peft", "datasets"):
+            raise
+        raise ImportError(f"{__name__}.{name} needs pip install 'modeling-iha[train]'") from error
+    globals()[name] = value
+    return value

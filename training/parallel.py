@@ -1,16 +1,41 @@
-"""What context parallelism would leak: its ring knows causality and nothing else, and drops every mask."""
+"""
+Context parallelism and sequence parallelism drop every mask. Of the first, a ring that knows causality and nothing
+else, what would leak is refused; the second gets the masks back.
+"""
 
 import torch
 
+from .ulysses import whole_rows
+
 
 class WithoutLeaks:
-    """Mixed into a Trainer: refuses batches that a ring would train with documents that see each other, or padding."""
+    """
+    Mixed into a Trainer: with Accelerate's `cp_size` > 1, refuses batches that a ring would train with documents that
+    see each other, or padding; with `sp_size` > 1, attends over whole rows as one process does.
+    """
 
     def training_step(self, model, inputs, *args, **kwargs):
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and parallelism.cp_enabled:
             refuse_leaks(inputs)
+        if parallelism is not None and parallelism.sp_enabled:
+            from deepspeed.runtime.sequence_parallel.parallel_state_sp import get_sequence_parallel_group
+
+            inputs = self._prepare_inputs(inputs)  # on the device, where processes can talk
+            with whole_rows(model, inputs, get_sequence_parallel_group()):
+                return super().training_step(model, inputs, *args, **kwargs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model, *args, **kwargs):
+        result = super().compute_loss(model, *args, **kwargs)
+        parallelism = self.accelerator.parallelism_config
+        loss = result[0] if isinstance(result, tuple) else result
+        if parallelism is not None and parallelism.sp_enabled and loss.requires_grad:
+            # Transformers has added up its gradient over the processes of a row, where ZeRO adds up once more, or not.
+            averages = model.zero_optimization_stage() == 3 and model.zero_reduce_scatter()
+            if not averages:
+                loss.register_hook(lambda grad: grad / parallelism.sp_size)
+        return result
 
 
 def refuse_leaks(inputs: dict[str, torch.Tensor]):

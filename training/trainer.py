@@ -39,6 +39,10 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
             give_own_rate(self.optimizer, self.model if model is None else model, self.mixing_learning_rate)
         return self.optimizer
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # trainer_state.json comes next, and marks a whole checkpoint
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= {f"apart/{kind}": distance for kind, distance in distances(self.model).items()}

@@ -58,7 +58,7 @@ class Layer:
         self.weights = dict(self.attention.state_dict())
 
     def __call__(self, x, positions, mask=None, cache=None):
-        tables = self.rotary(x, positions)[self.pseudo_heads]
+        tables = self.rotary(x, positions)[str(self.pseudo_heads)]
         with torch.no_grad():
             return self.attention(x, tables, mask, past_key_values=cache)[0]
 

@@ -137,7 +137,7 @@ def test_every_entry_of_the_mixing_tensors_and_of_x(phases, size, heads):
     assert len(names) == 4
     values = [torch.randn(layer.get_parameter(name).shape, dtype=torch.float64) for name in names]
     x = torch.randn(1, 4, 4 * heads[0], dtype=torch.float64)
-    tables = IHARotaryEmbedding(config)(x, torch.arange(4)[None])[size]
+    tables = IHARotaryEmbedding(config)(x, torch.arange(4)[None])[str(size)]
     weight = torch.randn(x.shape, dtype=torch.float64)
 
     def loss(x, *values):

@@ -166,10 +166,10 @@ def test_weights_summed_to_tokens_are_llamas_at_conversion(smollm2, llama, text)
 def test_rotation_far_out_is_the_float32_one_to_bfloat16_rounding(phases):
     positions = torch.arange(65_530, 65_542)[None]
     model = tiny_model(IHAModel, dtype=torch.float32, rope_phases=phases)
-    expected = model.rotary_emb(torch.zeros(1), positions)[2]
+    expected = model.rotary_emb(torch.zeros(1), positions)["2"]
     loaded_in_bfloat16 = tiny_model(IHAModel, dtype=torch.bfloat16, rope_phases=phases)
     for cast in (model.to(torch.bfloat16), loaded_in_bfloat16):
-        tables = cast.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), positions)[2]
+        tables = cast.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), positions)["2"]
         for table, exact in zip(tables, expected, strict=True):
             assert table.dtype == torch.bfloat16
             assert torch.equal(table, exact.to(torch.bfloat16))
@@ -208,10 +208,10 @@ def test_a_cast_leaves_the_rotary_frequencies_alone():
     model = tiny_model(IHAModel, dtype=torch.float32, rope_phases="interleaved")
     frequencies = model.rotary_emb.inv_freq.clone()
     x, positions = torch.zeros(1, 1, dtype=torch.bfloat16), torch.tensor([[65_535]])
-    expected = model.rotary_emb(x, positions)[2]
+    expected = model.rotary_emb(x, positions)["2"]
     for cast in (model.bfloat16(), model.half(), model.to(torch.bfloat16)):
         assert torch.equal(cast.rotary_emb.inv_freq, frequencies)
-        assert all(torch.equal(a, b) for a, b in zip(cast.rotary_emb(x, positions)[2], expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(cast.rotary_emb(x, positions)["2"], expected, strict=True))
 
 
 @pytest.mark.parametrize("rope_type", ["default", "yarn"])
@@ -221,7 +221,7 @@ def test_base_and_second_turn_make_the_phase_and_scale_once(rope_type, phases):
     if rope_type == "yarn":
         rope |= {"factor": 4.0, "original_max_position_embeddings": 16}
     rotary = IHARotaryEmbedding(tiny_config(num_pseudo_heads=3, rope_phases=phases, rope_parameters=rope))
-    cos, sin, offset_cos, offset_sin = rotary(torch.zeros(1), torch.arange(8)[None])[3]
+    cos, sin, offset_cos, offset_sin = rotary(torch.zeros(1), torch.arange(8)[None])["3"]
     for n in range(8):
         for j in range(3):
             position = 3 * n + j if phases == "interleaved" else n + j / 3

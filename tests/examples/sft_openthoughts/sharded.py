@@ -37,7 +37,8 @@ def prepare_for_shards(self):
 
 class Sharded(TrainerCallback):
     def on_step_begin(self, args, state, control, model, **kwargs):
-        assert isinstance(model, FSDPModule) and all(isinstance(layer, FSDPModule) for layer in model.model.layers)
+        layers = [module for module in model.modules() if hasattr(module, "self_attn")]
+        assert layers and all(isinstance(module, FSDPModule) for module in (model, *layers))
 
 
 def with_check(self, *args, **kwargs):

@@ -1,0 +1,92 @@
+"""Spread over processes, DDP and FSDP2, killed and resumed with another number of them: one process's run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from runs import EXAMPLE, assert_same_run, finish, kill_after, run, spread, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def merge(folder, destination):
+    subprocess.run([sys.executable, EXAMPLE / "merge.py", folder, destination], check=True)
+    return weights(destination)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_are_one(processes, whole_run, command, tmp_path):
+    launcher, batch = spread(processes)
+    run(command(tmp_path / "ddp", *batch, **launcher))
+    assert_same_run(tmp_path / "ddp", whole_run, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_sharded_processes_killed_and_resumed_as_others_are_one(before, after, whole_run, command, tiny_iha, tmp_path):
+    """The curve holds the steps of both, so that each number of processes is compared."""
+    folder = tmp_path / "fsdp"
+    launcher, batch = spread(before, sharded=True)
+    kill_after(folder / "checkpoint-2", command(folder, *batch, **launcher))
+    if before == 2:
+        unsharded = finish(command(folder))
+        assert unsharded.returncode != 0
+        assert (
+            "checkpoint-2 is of a run under FSDP with SHARDED_STATE_DICT; this one is under no FSDP"
+            in unsharded.stderr
+        )
+    launcher, batch = spread(after, sharded=True)
+    assert f"Going on from {folder / 'checkpoint-2'}" in run(command(folder, *batch, **launcher))
+    assert_same_run(folder, whole_run, 1e-4)
+    final = weights(folder)
+    merged = merge(folder / "checkpoint-6", tmp_path / "merged")
+    assert merged.keys() == final.keys()
+    for name, tensor in final.items():
+        assert torch.equal(merged[name], tensor), name
+    names = {file.name for file in folder.iterdir() if file.is_file()}
+    assert {file.name for file in (tmp_path / "merged").iterdir()} == names - RUN
+    configs = (
+        AutoModelForCausalLM.from_pretrained(it).config.to_diff_dict() for it in (tmp_path / "merged", tiny_iha)
+    )
+    assert next(configs) == next(configs)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+@pytest.mark.slow
+def test_adapters_of_sharded_processes_are_those_of_one_and_merge(command, tiny_iha, tmp_path):
+    alone, sharded = tmp_path / "alone", tmp_path / "fsdp"
+    run(command(alone, "--train", "lora"))
+    launcher, batch = spread(2, sharded=True)
+    lora = command(sharded, *batch, "--train", "lora", **launcher)
+    kill_after(sharded / "checkpoint-2", lora)
+    run(lora)
+    assert_same_run(sharded, alone, 1e-4, ADAPTER)
+    trained, before = weights(alone, ADAPTER), weights(tiny_iha)
+    mixing = {name: tensor for name, tensor in trained.items() if ".mixer." in name or ".collapse." in name}
+    assert len(mixing) == 2 * 4
+    for name, tensor in mixing.items():
+        assert not torch.equal(tensor, before[name.removeprefix("base_model.model.")]), name
+
+    final = merge(sharded, tmp_path / "final")
+    merged = merge(sharded / "checkpoint-6", tmp_path / "merged")
+    assert merged.keys() == final.keys() == before.keys()
+    for name, tensor in final.items():
+        assert torch.equal(merged[name], tensor), name
+    ids = torch.arange(100, 120)[None]
+    with torch.no_grad():
+        logits, expected, source = (
+            auto.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
+            for auto, folder in (
+                (AutoModelForCausalLM, tmp_path / "merged"),
+                (AutoPeftModelForCausalLM, alone),
+                (AutoModelForCausalLM, tiny_iha),
+            )
+        )
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (source - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+ADAPTER = "adapter_model.safetensors"
+# What a run leaves beside its model.
+RUN = {"recipe.json", "results.json", "trainer_state.json", "training_args.bin", "README.md"}

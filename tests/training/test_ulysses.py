@@ -1,0 +1,84 @@
+"""Sequence parallelism through Accelerate and DeepSpeed: processes that share rows compute what one process does."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ulysses import TOKENS
+
+from configuration_iha import flop_matched_schedule
+
+PROGRAM = Path(__file__).parent / "ulysses.py"
+CONFIG = """
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: {processes}
+main_process_port: 0
+mixed_precision: "no"
+deepspeed_config:
+  zero_stage: {stage}
+parallelism_config:
+  parallelism_config_sp_size: {processes}
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_attn_implementation: sdpa
+"""
+MIXED = {"num_pseudo_heads": [2, 1, 3]}
+HYBRID = {"num_hidden_layers": 5, **flop_matched_schedule(5, TOKENS)}
+CASES = {
+    "shared": {"fields": {**MIXED, "rope_phases": "shared"}},
+    "interleaved": {"fields": {**MIXED, "rope_phases": "interleaved"}},
+    "hybrid": {"fields": HYBRID},
+    "packed": {"fields": MIXED, "rows": "packed"},
+    "packed hybrid": {"fields": {**HYBRID, "rope_phases": "interleaved"}, "rows": "packed"},
+    "left padding": {"fields": HYBRID, "rows": "left"},
+    "right padding": {"fields": MIXED, "rows": "right"},
+}
+
+
+def launch(folder, processes, stage, **cases):
+    command = [sys.executable]
+    if processes > 1:
+        (folder / "config.yaml").write_text(CONFIG.format(processes=processes, stage=stage))
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(folder / "config.yaml")]
+    command += [str(PROGRAM), str(folder)] + [json.dumps({"name": name, **case}) for name, case in cases.items()]
+    paths = os.pathsep.join([str(PROGRAM.parent), str(PROGRAM.parents[1] / "modeling_iha")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What all cases gave with some number of processes: starting them takes most of the time."""
+
+    @functools.cache
+    def of(processes, stage):
+        folder = tmp_path_factory.mktemp(f"processes-{processes}")
+        done = launch(folder, processes, stage, **CASES)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return {name: torch.load(folder / f"{name}.pt") for name in CASES}
+
+    return of
+
+
+# 4 processes are more than the 2 key heads. ZeRO's stages add up gradients in different ways.
+@pytest.mark.parametrize(("processes", "stage"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_processes_that_share_rows_compute_what_one_does(case, processes, stage, results):
+    together, alone = results(processes, stage)[case], results(1, None)[case]
+    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    for ours, theirs in zip(together["gradients"], alone["gradients"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            assert gradient.abs().max() > 0, name
+            assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+
+
+def test_deepspeeds_own_attention_is_refused(tmp_path):
+    done = launch(tmp_path, 2, 2, plain={"fields": HYBRID, "plain": True})
+    assert done.returncode != 0
+    assert "DeepSpeed has replaced attn_implementation='sdpa' for sp_size > 1" in done.stderr
