@@ -47,5 +47,5 @@ def check_form(checkpoint: str | Path, trainer: Trainer):
         old, new = (f"FSDP with {form}" if form else "no FSDP" for form in (old, new))
         raise ValueError(
             f"{checkpoint} is of a run under {old}; this one is under {new}. Launch it as before (the number of "
-            "processes may differ), or make a model of it with examples/sft_openthoughts/merge.py and train that anew."
+            "processes may differ), or make a model of it with examples/merge.py and train that anew."
         )

@@ -33,16 +33,21 @@ def distances(model: nn.Module) -> dict[str, float]:
 
 
 @torch.no_grad()
-def gradient_norm(model: nn.Module) -> float:
-    """The norm of the mixing tensors' gradients, all layers together."""
+def gradient_norm(model: nn.Module) -> float | None:
+    """The norm of the mixing tensors' gradients, all layers together; None where there are none."""
     norms = [
         whole(parameter.grad).float().norm()
         for name, parameter in model.named_parameters()
         if is_mixing(name) and parameter.grad is not None
     ]
-    return float(torch.stack(norms).norm()) if norms else 0.0
+    return float(torch.stack(norms).norm()) if norms else None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Also of one that is sharded over processes; all of them must ask."""
+    if hasattr(tensor, "ds_id"):  # DeepSpeed's ZeRO, third stage
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().clone()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -5,13 +5,14 @@ else, what would leak is refused; the second gets the masks back.
 
 import torch
 
-from .ulysses import whole_rows
+from .ulysses import transformers_attention, whole_rows
 
 
 class WithoutLeaks:
     """
     Mixed into a Trainer: with Accelerate's `cp_size` > 1, refuses batches that a ring would train with documents that
-    see each other, or padding; with `sp_size` > 1, attends over whole rows as one process does.
+    see each other, or padding; with `sp_size` > 1, attends over whole rows as one process does. Evaluation is not
+    spread: each process has whole rows.
     """
 
     def training_step(self, model, inputs, *args, **kwargs):
@@ -25,6 +26,10 @@ class WithoutLeaks:
             with whole_rows(model, inputs, get_sequence_parallel_group()):
                 return super().training_step(model, inputs, *args, **kwargs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def prediction_step(self, model, *args, **kwargs):
+        with transformers_attention(self.model.config):
+            return super().prediction_step(model, *args, **kwargs)
 
     def compute_loss(self, model, *args, **kwargs):
         result = super().compute_loss(model, *args, **kwargs)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from accelerate.utils import is_peft_model
 from transformers.utils import logging
 
 from .checkpoints import check_form, last_complete_checkpoint
@@ -38,8 +39,8 @@ DECIDING = (
 def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
     """
     Trains from the last whole checkpoint in `output_dir`, if there is one; evaluates before the first step and after
-    the last; leaves the model, whatever its sharding, as a plain folder, `results.json` (the whole log) and
-    `recipe.json`.
+    the last; leaves the model, whatever its sharding, as a plain folder, and `results.json` with the whole log. From the
+    first step on the folder holds `recipe.json`, tokenizer and configuration: with them a checkpoint is a model.
 
     Args:
         recipe: JSON values that decide the steps, beside those of `DECIDING`.
@@ -54,8 +55,12 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
     if checkpoint:
         check_form(checkpoint, trainer)
         logger.warning(f"Going on from {checkpoint}.")
+    trainer.model.config.use_cache = True  # the Trainer has turned it off, and would save it so
     if trainer.is_world_process_zero():
         _write_json(folder / "recipe.json", deciding)
+        trainer.processing_class.save_pretrained(folder)
+        if not is_peft_model(trainer.model):
+            trainer.model.config.save_pretrained(folder)
     # Not by evaluate() before train(): the Trainer would then train without synchronising processes.
     config.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -5,6 +5,7 @@ import sys
 import time
 
 import torch
+from accelerate import Accelerator
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -21,8 +22,9 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
         args, kwargs: of `SFTTrainer`, but for `optimizers`.
 
     Every log has, beside the Trainer's own entries: `apart/q_mix`, `apart/k_mix`, `apart/v_mix`, `apart/collapse`
-    (`monitor.distances`), `mixing_grad_norm` (after clipping, as the optimizer sees it), `tokens_per_second` (of all
-    processes, since the last log, evaluations included) and `peak_memory_gb` (of this process, on its device).
+    (`monitor.distances`), `mixing_grad_norm` (after clipping, as the optimizer sees it; not under DeepSpeed, which has
+    spent the gradients by then), `tokens_per_second` (of all processes, padding not counted, since the last log, with
+    the time of evaluations) and `peak_memory_gb` (of this process, on its device).
     """
 
     def __init__(self, *args, mixing_learning_rate: float, **kwargs):
@@ -43,17 +45,23 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # trainer_state.json comes next, and marks a whole checkpoint
 
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.progress.count(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= {f"apart/{kind}": distance for kind, distance in distances(self.model).items()}
-            logs["mixing_grad_norm"] = self.progress.gradient_norm
-            logs["tokens_per_second"] = self.progress.tokens_per_second(self._total_train_tokens)
+            if self.progress.gradient_norm is not None:
+                logs["mixing_grad_norm"] = self.progress.gradient_norm
+            copies = self.get_cp_size() * self.get_tp_size()  # processes with the same rows
+            logs["tokens_per_second"] = self.progress.tokens_per_second(self.accelerator) / copies
             logs["peak_memory_gb"] = peak_memory_gb(self.args.device)
         super().log(logs, start_time)
 
 
 class _Progress(TrainerCallback):
-    """What is lost by the time of a log: the gradients, and when the last log was."""
+    """What is lost by the time of a log: the gradients, how many tokens there were, and when the last log was."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.time, self.tokens, self.gradient_norm = time.perf_counter(), 0, None
@@ -61,10 +69,14 @@ class _Progress(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         self.gradient_norm = gradient_norm(model)
 
-    def tokens_per_second(self, tokens: int) -> float:
-        now = time.perf_counter()
-        rate = (tokens - self.tokens) / (now - self.time)
-        self.time, self.tokens = now, tokens
+    def count(self, inputs: dict[str, torch.Tensor]):
+        mask = inputs.get("attention_mask")
+        self.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
+
+    def tokens_per_second(self, accelerator: Accelerator) -> float:
+        tokens = torch.as_tensor(self.tokens, device=accelerator.device)
+        rate = float(accelerator.reduce(tokens)) / (time.perf_counter() - self.time)
+        self.time, self.tokens = time.perf_counter(), 0
         return rate
 
 

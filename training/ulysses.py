@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from configuration_iha import IHAConfig
 from modeling_iha.attention import IHAAttention
 from modeling_iha.backends import is_deepspeeds, virtual_attention
 from modeling_iha.masks import Mask, token_masks
@@ -36,23 +37,33 @@ def whole_rows(model: nn.Module, inputs: dict[str, torch.Tensor], group: dist.Pr
     positions = _whole(inputs["position_ids"], group)
     hides = inputs.pop("attention_mask", None)
     hides = None if hides is None else _whole(hides, group)
+    if hides is not None and bool(hides.all()):
+        hides = None  # beside a mask positions that start over would not begin documents
     tokens = torch.empty(*positions.shape, 0, dtype=attentions[0].q_proj.weight.dtype, device=positions.device)
     masks = token_masks(config, tokens, hides, None, positions)
-
-    # DeepSpeed has put its attention in the place of Transformers' own: it would exchange heads a second time.
-    name = config._attn_implementation
-    replaced = ALL_ATTENTION_FUNCTIONS[name]
-    if is_replaced := is_deepspeeds(replaced):
-        del ALL_ATTENTION_FUNCTIONS[name]
     for attention in attentions:
         attention.across_processes = _Exchange(masks[config.layer_types[attention.layer_idx]], group)
     try:
-        yield
+        with transformers_attention(config):  # DeepSpeed's would exchange heads a second time
+            yield
     finally:
         for attention in attentions:
             del attention.across_processes
-        if is_replaced:
-            ALL_ATTENTION_FUNCTIONS[name] = replaced
+
+
+@contextlib.contextmanager
+def transformers_attention(config: IHAConfig):
+    """While it lasts, attention functions are Transformers' own, where DeepSpeed has put its in their place."""
+    name = config._attn_implementation
+    replaced = ALL_ATTENTION_FUNCTIONS[name]
+    if not is_deepspeeds(replaced):
+        yield
+        return
+    del ALL_ATTENTION_FUNCTIONS[name]
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = replaced
 
 
 class _Exchange:

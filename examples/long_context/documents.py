@@ -1,7 +1,9 @@
 """Documents as rows of one exact length, for continued pre-training."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -15,16 +17,11 @@ def load(name: str) -> Dataset:
     Raises:
         ValueError: there is no column `text`.
     """
-    dataset = load_dataset(name, split="train", **({"sample_by": "document"} if _is_text(name) else {}))
+    is_text = Path(name).is_dir() and any(Path(name).glob("*.txt"))
+    dataset = load_dataset(name, split="train", **({"sample_by": "document"} if is_text else {}))
     if "text" not in dataset.column_names:
         raise ValueError(f"{name} has the columns {dataset.column_names}: 'text' must be among them.")
     return dataset
-
-
-def _is_text(name: str) -> bool:
-    from pathlib import Path
-
-    return Path(name).is_dir() and any(Path(name).glob("*.txt"))
 
 
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, processes: int | None = None) -> Dataset:
@@ -59,8 +56,8 @@ def rows_of(tokenized: Dataset, length: int, packed: bool) -> tuple[Dataset, int
             boundaries.
 
     Returns:
-        `input_ids`, `labels` (-100 where a document begins: nothing before it foretells it) and, where packed,
-        `seq_lengths`, the tokens of each document in the row; and how many tokens filled no row.
+        `input_ids`, `labels` (-100 where a document begins: nothing before it foretells it) and `seq_lengths` (the
+        tokens of each document in the row); and how many tokens filled no row.
 
     Raises:
         ValueError: there is not one row.
@@ -91,4 +88,14 @@ def _from_one(tokenized: Dataset, length: int) -> Iterator[dict]:
     for document in tokenized["input_ids"]:
         for start in range(0, len(document) - length + 1, length):
             ids = document[start : start + length]
-            yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
+            yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "seq_lengths": [length]}
+
+
+def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """
+    A batch [rows, length] of `input_ids`, `labels` and `position_ids`, which start over with each document. There is
+    no mask: that is how the model knows documents apart.
+    """
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    positions = [torch.cat([torch.arange(length) for length in row["seq_lengths"]]) for row in rows]
+    return {**batch, "position_ids": torch.stack(positions)}

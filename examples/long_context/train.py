@@ -12,7 +12,7 @@ command again goes on from the last whole checkpoint in `output_dir`.
 from dataclasses import asdict, dataclass, field
 
 import torch
-from documents import load, rows_of, tokenize
+from documents import collate, load, rows_of, tokenize
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 from trl import SFTConfig, TrlParser
@@ -44,7 +44,7 @@ class Recipe:
 
 def main():
     recipe, config = TrlParser((Recipe, SFTConfig), description=__doc__).parse_args_and_config()
-    length = rows_are_ready(config, recipe.documents == "packed")
+    length = rows_are_ready(config)
 
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     with config.main_process_first(desc="tokenizing"):
@@ -77,25 +77,33 @@ def main():
         train_dataset=rows["train"],
         eval_dataset=rows.get("eval"),
         processing_class=tokenizer,
+        data_collator=collate,
         mixing_learning_rate=recipe.mixing_learning_rate,
     )
     run(trainer, {**asdict(recipe), "tokens in a row": length}, examples)
+    if config.push_to_hub:
+        trainer.push_to_hub()
 
 
-def rows_are_ready(config: SFTConfig, packed: bool) -> int:
+def rows_are_ready(config: SFTConfig) -> int:
     """
     Tells TRL that rows come tokenised and of one length, which it returns.
 
     Raises:
-        ValueError: `max_length` is no number, or packing is asked of TRL, which cuts rows at other places.
+        ValueError: `max_length` is no number, or something is asked for that this program would not heed.
     """
+    unheeded = {
+        "packing": "the recipe's `documents` says how rows are filled",
+        "resume_from_checkpoint": "the same command goes on by itself",
+        "model_init_kwargs": "the recipe has dtype and attn_implementation",
+    }
+    for name, instead in unheeded.items():
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)!r} must be left out: {instead}.")
     length = config.max_length
     if length is None or length < 2:
         raise ValueError(f"max_length={length} must be the tokens in a row, at least 2.")
-    if config.packing:
-        raise ValueError("packing=True must be left out: the recipe's `documents` says how rows are filled.")
     config.max_length = None
-    config.padding_free = packed
     config.dataset_kwargs = {"skip_prepare_dataset": True}
     return length
 

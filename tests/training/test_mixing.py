@@ -111,7 +111,7 @@ def test_distances_with_an_adapter_are_those_of_what_it_trains():
 def test_the_gradient_norm_is_that_of_mixing_tensors():
     model = tiny_model(num_pseudo_heads=[2, 1, 3])
     ids = tokens(2, 9)
-    assert gradient_norm(model) == 0.0
+    assert gradient_norm(model) is None
     model(ids, labels=ids).loss.backward()
     squares = [
         p.grad.pow(2).sum() for name, p in model.named_parameters() if ".mixer." in name or ".collapse." in name

@@ -37,7 +37,7 @@ def train(model, data, folder, *more, launcher=()):
 def spread(processes, sharded=False):
     """The launcher and the argument that spread a step over processes, as DDP or FSDP2."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
-    return {"launcher": (*launcher, HERE / "sharded.py") if sharded else launcher}, (
+    return {"launcher": (*launcher, HERE.parent / "spread.py", "fsdp") if sharded else launcher}, (
         "--per_device_train_batch_size",
         str(BATCH // processes),
     )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def merge(folder, destination):
-    subprocess.run([sys.executable, EXAMPLE / "merge.py", folder, destination], check=True)
+    subprocess.run([sys.executable, EXAMPLE.parent / "merge.py", folder, destination], check=True)
     return weights(destination)
 
 

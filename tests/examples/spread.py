@@ -1,0 +1,60 @@
+"""
+A program spread over CPU processes as it would be over GPUs: by FSDP2, which Accelerate turns into DDP on CPUs without
+a word, and maybe by a ring of context parallelism.
+
+    torchrun --nproc_per_node 2 spread.py fsdp|ring PROGRAM.PY ARGUMENTS
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+os.environ["ACCELERATE_USE_FSDP"] = "true"
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+
+from accelerate.utils import ParallelismConfig
+from cpu_ring import let_cpus_shard, use_cpu_ring
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
+from trl import SFTConfig
+
+from modeling_iha.modeling_iha import IHADecoderLayer
+from training_iha import IHATrainer
+
+prepare, create = SFTConfig.__post_init__, IHATrainer.__init__
+WAY = sys.argv[1]
+
+
+def prepare_for_shards(self):
+    self.fsdp = True
+    self.fsdp_config = {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if WAY == "ring":
+        self.parallelism_config = ParallelismConfig(cp_size=int(os.environ["WORLD_SIZE"]))
+    prepare(self)
+    let_cpus_shard(self.device)  # which sets up the process group, as CPU processes
+
+
+class Sharded(TrainerCallback):
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        layers = [module for module in model.modules() if isinstance(module, IHADecoderLayer)]
+        assert layers and all(isinstance(module, FSDPModule) for module in [model, *layers])
+
+
+def with_check(self, *args, **kwargs):
+    create(self, *args, callbacks=[Sharded()], **kwargs)
+
+
+if __name__ == "__main__":
+    IHATrainer.__init__ = with_check
+    SFTConfig.__post_init__ = prepare_for_shards
+    if WAY == "ring":
+        use_cpu_ring()
+    sys.argv = sys.argv[2:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
