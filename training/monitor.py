@@ -46,7 +46,7 @@ def gradient_norm(model: nn.Module) -> float | None:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Also of one that is sharded over processes; all of them must ask."""
     if hasattr(tensor, "ds_id"):  # DeepSpeed's ZeRO, third stage
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([tensor]):
             return tensor.detach().clone()

@@ -39,8 +39,8 @@ DECIDING = (
 def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
     """
     Trains from the last whole checkpoint in `output_dir`, if there is one; evaluates before the first step and after
-    the last; leaves the model, whatever its sharding, as a plain folder, and `results.json` with the whole log. From the
-    first step on the folder holds `recipe.json`, tokenizer and configuration: with them a checkpoint is a model.
+    the last; leaves the model, whatever its sharding, as a plain folder, and `results.json` with the whole log. From
+    the first step on the folder holds `recipe.json`, tokenizer and configuration: with them a checkpoint is a model.
 
     Args:
         recipe: JSON values that decide the steps, beside those of `DECIDING`.

@@ -1,8 +1,9 @@
 """
 A program spread over CPU processes as it would be over GPUs: by FSDP2, which Accelerate turns into DDP on CPUs without
-a word, and maybe by a ring of context parallelism.
+a word, and maybe by a ring of context parallelism; or by DeepSpeed.
 
     torchrun --nproc_per_node 2 spread.py fsdp|ring PROGRAM.PY ARGUMENTS
+    accelerate launch --config_file FILE spread.py deepspeed PROGRAM.PY ARGUMENTS
 """
 
 import os
@@ -10,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-os.environ["ACCELERATE_USE_FSDP"] = "true"
+os.environ["ACCELERATE_USE_FSDP"] = str(sys.argv[1] != "deepspeed")
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 
 from accelerate.utils import ParallelismConfig
@@ -22,8 +23,8 @@ from trl import SFTConfig
 from modeling_iha.modeling_iha import IHADecoderLayer
 from training_iha import IHATrainer
 
-prepare, create = SFTConfig.__post_init__, IHATrainer.__init__
 WAY = sys.argv[1]
+prepare, create = SFTConfig.__post_init__, IHATrainer.__init__
 
 
 def prepare_for_shards(self):
@@ -50,9 +51,19 @@ def with_check(self, *args, **kwargs):
     create(self, *args, callbacks=[Sharded()], **kwargs)
 
 
+def without_compiling():
+    """DeepSpeed's kernel for CPUs takes minutes to build, and serves inference alone."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 if __name__ == "__main__":
-    IHATrainer.__init__ = with_check
-    SFTConfig.__post_init__ = prepare_for_shards
+    if WAY == "deepspeed":
+        without_compiling()
+    else:
+        IHATrainer.__init__ = with_check
+        SFTConfig.__post_init__ = prepare_for_shards
     if WAY == "ring":
         use_cpu_ring()
     sys.argv = sys.argv[2:]

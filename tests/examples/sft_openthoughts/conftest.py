@@ -1,39 +1,15 @@
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+sys.path[:0] = [str(Path(__file__).parents[3] / "examples" / "sft_openthoughts"), str(Path(__file__).parent)]
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "sft_openthoughts"
-sys.path[:0] = [str(EXAMPLE), str(Path(__file__).parent)]
-
-from runs import run, train  # noqa: E402  (what the paths above make importable)
-
-
-def untrained(tokenizer, folder):
-    """A model of two layers with this tokenizer and its chat template, as a conversion leaves it."""
-    torch.manual_seed(0)
-    config = IHAConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_pseudo_heads=2,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    IHAForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+from runs import run, untrained  # noqa: E402  (what the paths above make importable)
+from sft import EXAMPLE, train  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +38,7 @@ def tiny_iha(tokenizer, data, tmp_path_factory) -> Path:
 def command(tiny_iha, data):
     """The command that trains into a folder, from its arguments and launcher."""
 
-    def of(folder, *more, launcher=()):
-        return train(tiny_iha, data, folder, *more, launcher=launcher)
-
-    return of
+    return functools.partial(train, tiny_iha, data)
 
 
 @pytest.fixture(scope="session")

@@ -6,19 +6,19 @@ import sys
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from runs import EXAMPLE, assert_same_run, finish, kill_after, run, spread, weights
+from runs import EXAMPLES, assert_same_run, finish, kill_after, run, torchrun, weights
+from sft import share
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def merge(folder, destination):
-    subprocess.run([sys.executable, EXAMPLE.parent / "merge.py", folder, destination], check=True)
+    subprocess.run([sys.executable, EXAMPLES / "merge.py", folder, destination], check=True)
     return weights(destination)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_are_one(processes, whole_run, command, tmp_path):
-    launcher, batch = spread(processes)
-    run(command(tmp_path / "ddp", *batch, **launcher))
+    run(command(tmp_path / "ddp", *share(processes), launcher=torchrun(processes)))
     assert_same_run(tmp_path / "ddp", whole_run, 1e-4)
 
 
@@ -27,8 +27,7 @@ def test_processes_are_one(processes, whole_run, command, tmp_path):
 def test_sharded_processes_killed_and_resumed_as_others_are_one(before, after, whole_run, command, tiny_iha, tmp_path):
     """The curve holds the steps of both, so that each number of processes is compared."""
     folder = tmp_path / "fsdp"
-    launcher, batch = spread(before, sharded=True)
-    kill_after(folder / "checkpoint-2", command(folder, *batch, **launcher))
+    kill_after(folder / "checkpoint-2", command(folder, *share(before), launcher=torchrun(before, "fsdp")))
     if before == 2:
         unsharded = finish(command(folder))
         assert unsharded.returncode != 0
@@ -36,8 +35,8 @@ def test_sharded_processes_killed_and_resumed_as_others_are_one(before, after, w
             "checkpoint-2 is of a run under FSDP with SHARDED_STATE_DICT; this one is under no FSDP"
             in unsharded.stderr
         )
-    launcher, batch = spread(after, sharded=True)
-    assert f"Going on from {folder / 'checkpoint-2'}" in run(command(folder, *batch, **launcher))
+    said = run(command(folder, *share(after), launcher=torchrun(after, "fsdp")))
+    assert f"Going on from {folder / 'checkpoint-2'}" in said
     assert_same_run(folder, whole_run, 1e-4)
     final = weights(folder)
     merged = merge(folder / "checkpoint-6", tmp_path / "merged")
@@ -57,8 +56,7 @@ def test_sharded_processes_killed_and_resumed_as_others_are_one(before, after, w
 def test_adapters_of_sharded_processes_are_those_of_one_and_merge(command, tiny_iha, tmp_path):
     alone, sharded = tmp_path / "alone", tmp_path / "fsdp"
     run(command(alone, "--train", "lora"))
-    launcher, batch = spread(2, sharded=True)
-    lora = command(sharded, *batch, "--train", "lora", **launcher)
+    lora = command(sharded, *share(2), "--train", "lora", launcher=torchrun(2, "fsdp"))
     kill_after(sharded / "checkpoint-2", lora)
     run(lora)
     assert_same_run(sharded, alone, 1e-4, ADAPTER)

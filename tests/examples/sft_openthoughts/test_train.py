@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from runs import BATCH, EXAMPLE, STEPS, assert_same_run, curve, finish, kill_after, run, weights
+from runs import assert_same_run, curve, finish, kill_after, run, weights
+from sft import BATCH, EXAMPLE, STEPS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 

@@ -1,4 +1,4 @@
-"""Runs of train.py as people start them, in processes of their own, and what they leave."""
+"""Runs of the examples as people start them, in processes of their own, and what they leave."""
 
 import json
 import os
@@ -12,38 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from modeling_iha import IHAConfig, IHAForCausalLM
 from training_iha import last_complete_checkpoint
 
-HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[2] / "examples" / "sft_openthoughts"
+SPREAD = Path(__file__).parent / "spread.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-STEPS = 6  # two epochs of 24 rows: Accelerate would fill up an uneven one, and processes would not be one
-BATCH = 8  # rows in a step
 
 
-def train(model, data, folder, *more, launcher=()):
-    return [
-        *(sys.executable, *launcher),
-        *(EXAMPLE / "train.py", "--config", EXAMPLE / "demo.yaml"),
-        *("--training_template", EXAMPLE / "smollm2_training.jinja"),
-        *("--model", model, "--dataset", data, "--output_dir", folder, "--eval_examples", "44"),
-        *("--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "9", "--eval_steps", "3"),
-        *("--learning_rate", "1e-3", "--use_cpu", "true", "--disable_tqdm", "true"),
-        *("--per_device_train_batch_size", str(BATCH)),
-        *more,
-    ]
-
-
-def spread(processes, sharded=False):
-    """The launcher and the argument that spread a step over processes, as DDP or FSDP2."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
-    return {"launcher": (*launcher, HERE.parent / "spread.py", "fsdp") if sharded else launcher}, (
-        "--per_device_train_batch_size",
-        str(BATCH // processes),
-    )
+def torchrun(processes, way=None):
+    """What starts a program in processes that are one by DDP, or in one of the ways of spread.py."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
+    return (*launcher, SPREAD, way) if way else launcher
 
 
 def run(command):
+    """What it says."""
     done = finish(command)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
@@ -90,3 +74,25 @@ def assert_same_run(folder, expected, tolerance, file="model.safetensors"):
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).abs().max() <= 100 * tolerance * tensor.abs().max(), name
+
+
+def untrained(tokenizer, folder, **fields):
+    """A model of two layers with this tokenizer and its chat template, as a conversion leaves it."""
+    torch.manual_seed(0)
+    shape = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_pseudo_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    IHAForCausalLM(IHAConfig(**{**shape, **fields})).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
