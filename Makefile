@@ -22,16 +22,19 @@ train-demo: .venv/installed
 test: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
 
 test-oldest: .venv-oldest/installed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 bench: .venv/installed
 	.venv/bin/python benchmarks/exactness.py
 	.venv/bin/python benchmarks/conversion.py
 	.venv/bin/python benchmarks/windows.py
 	.venv/bin/python benchmarks/agreement.py
+	.venv/bin/python benchmarks/memory_plan.py
+	.venv/bin/python benchmarks/long_step.py
+	.venv/bin/python benchmarks/mixing_rate.py
 
 figure: .venv/installed
 	.venv/bin/python examples/quickstart/draw_iha.py

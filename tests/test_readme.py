@@ -1,4 +1,4 @@
-"""What the README shows of measurements is what the benchmarks wrote."""
+"""What the READMEs show of measurements is what the programs wrote."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,21 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parent.parent
-README = (REPO / "README.md").read_text()
-SHOWN = dict(re.findall(r"<!-- (benchmarks/results/\w+\.md) -->\n(.*?)\n<!-- end -->", README, flags=re.DOTALL))
+READMES = [REPO / "README.md", *REPO.glob("examples/*/README.md")]
+SHOWN = {
+    name: shown
+    for readme in READMES
+    for name, shown in re.findall(r"<!-- ([\w/]+\.md) -->\n(.*?)\n<!-- end -->", readme.read_text(), flags=re.DOTALL)
+}
 
 
 def test_every_result_is_shown():
-    assert set(SHOWN) == {f"benchmarks/results/{path.name}" for path in (REPO / "benchmarks/results").glob("*.md")}
+    results = [*REPO.glob("benchmarks/results/*.md"), *REPO.glob("examples/*/results.md")]
+    assert set(SHOWN) == {str(path.relative_to(REPO)) for path in results}
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_readme_shows_the_results_as_they_are(name):
+def test_readmes_show_the_results_as_they_are(name):
     title, result = (REPO / name).read_text().split("\n\n", 1)
     assert title.startswith("# ")
     assert SHOWN[name] == result.strip()

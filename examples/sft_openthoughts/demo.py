@@ -16,14 +16,21 @@ OUTPUT = Path("demo-output/sft")
 
 
 def main():
-    data, model, run = OUTPUT / "data", OUTPUT / "iha", OUTPUT / "run"
+    data, model = prepare()
+    run = OUTPUT / "run"
+    config = ("--config", HERE / "demo.yaml", "--model", model, "--dataset", data, "--output_dir", run)
+    step(HERE / "train.py", *config)
+    step(HERE / "plot.py", run)
+
+
+def prepare() -> tuple[Path, Path]:
+    """The folders of the data and of the converted model, made where they are missing."""
+    data, model = OUTPUT / "data", OUTPUT / "iha"
     if not (data / "train.jsonl").exists():
         step(HERE / "make_data.py", data)
     if not model.exists():
         step("-m", "conversion_iha.cli", "convert", smollm2(), model, "--num-pseudo-heads", "2", "--no-check")
-    config = ("--config", HERE / "demo.yaml", "--model", model, "--dataset", data, "--output_dir", run)
-    step(HERE / "train.py", *config)
-    step(HERE / "plot.py", run)
+    return data, model
 
 
 def smollm2() -> Path:
