@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import modeling_iha  # noqa: F401  (registers the Auto classes)
 from training_iha import lora_config
-from training_iha.checkpoints import SHARDS, fsdp_form
+from training_iha.checkpoints import SHARDS, form_of
 
 
 def main():
@@ -51,7 +51,7 @@ def trained(folder: Path, run: Path) -> PreTrainedModel:
     recipe = json.loads((run / "recipe.json").read_text(encoding="utf-8"))
     lora = recipe["train"] == "lora"
     dtype = torch.float32 if lora else getattr(torch, recipe["dtype"])
-    if fsdp_form(folder) == "SHARDED_STATE_DICT":
+    if form_of(folder) == "SHARDED_STATE_DICT":
         with TemporaryDirectory(dir=folder) as merged:
             merge_fsdp_weights(folder / SHARDS, merged)
             state = load_file(Path(merged) / "model.safetensors")

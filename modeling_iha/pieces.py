@@ -12,6 +12,7 @@ from .virtual_masks import additive, causal_mask, virtual_mask
 
 SMALLEST_BLOCK = 64  # tokens; below it a call costs more than what a smaller block would save
 LARGEST_MASK = 2**25  # entries of one block's mask
+ALIGNMENT = 8  # tokens; masks of blocks begin and end on it, else kernels on GPUs copy each of them
 
 
 class _Cut(torch.autograd.Function):
@@ -48,9 +49,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, total):
-        if total is None:
-            total = grad.new_zeros(ctx.shape)
-        elif torch.compiler.is_compiling():  # which traces this with views, and makes it one buffer itself
+        if torch.compiler.is_compiling():  # which traces this with views, and makes it one buffer itself
             total = total.clone()
         total[:, :, ctx.piece] += grad
         return total, None, None
@@ -120,16 +119,13 @@ def in_blocks(
     if isinstance(tokens, torch.SymInt) or isinstance(keys, torch.SymInt):
         block = tokens  # an exported graph of any length cannot have a number of blocks that depends on it
     else:
-        rows = heads // groups if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
-        within = keys if window is None or not can_cut else min(window + window // 4, keys)
-        block = max(LARGEST_MASK // (rows * size * size * within), 1)
-        if window is not None and can_cut:
-            block = min(block, max(window // 4, SMALLEST_BLOCK))
+        masks = heads // groups if mask is None else mask.shape[0] * max(mask.shape[1], heads // groups)
+        block = block_length(keys, size, window if can_cut else None, masks)
     starts = [0] if block >= tokens else range(0, tokens, block)
     blocks = [(start, min(start + block, tokens)) for start in starts]
     reach = [
         (
-            max(start + first_key + 1 - window, 0) if window is not None and can_cut else 0,
+            first_in_reach(start + first_key, window) if window is not None and can_cut else 0,
             stop + first_key if mask is None and can_cut else keys,  # a mask may show what comes later
         )
         for start, stop in blocks
@@ -150,7 +146,9 @@ def in_blocks(
             seen = _by_group(additive(seen, query.dtype), groups, heads)
         else:
             if stop - start != shared_rows:  # blocks end at their last token's key, so they are cut from one mask
-                shared_rows, widest = stop - start, max(high - low for low, high in reach)
+                shared_rows = stop - start
+                alike = zip(blocks, reach, strict=True)
+                widest = max(high - low for (start, stop), (low, high) in alike if stop - start == shared_rows)
                 own = widest - shared_rows
                 shared = virtual_mask(causal_mask(shared_rows, widest, own, query.device), size, own, window)
                 shared = _by_group(additive(shared, query.dtype), groups, heads)
@@ -166,6 +164,29 @@ def in_blocks(
         )
         outputs.append(output.view(batch, heads, rows, head_dim).transpose(1, 2))
     return torch.cat(outputs, dim=1)
+
+
+def block_length(keys: int, size: int, window: int | None, masks: int) -> int:
+    """
+    Tokens of a block of queries.
+
+    Args:
+        keys: tokens that there are to be seen.
+        size: P.
+        window: W in tokens where blocks may be cut to it, or None.
+        masks: how many masks of tokens a block has: of rows, and of heads that share keys.
+    """
+    within = keys if window is None else min(window + window // 4, keys)
+    block = LARGEST_MASK // (masks * size * size * within)
+    if window is not None:
+        block = min(block, max(window // 4, SMALLEST_BLOCK))
+    return max(block - block % ALIGNMENT, ALIGNMENT)
+
+
+def first_in_reach(token: int, window: int) -> int:
+    """Of the keys that a block of queries from `token` on gets: the first that it sees, or a few before."""
+    first = max(token + 1 - window, 0)
+    return first - first % ALIGNMENT
 
 
 def _by_group(mask: torch.Tensor, groups: int, heads: int) -> torch.Tensor:

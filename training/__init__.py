@@ -6,22 +6,26 @@ import importlib
 _MODULES = {
     "IHATrainer": "trainer",
     "Plan": "plan",
+    "check_choices": "runs",
     "choose_trainable": "mixing",
     "is_mixing": "mixing",
     "last_complete_checkpoint": "checkpoints",
     "lora_config": "mixing",
     "plan_training": "plan",
+    "refuse_unheeded": "runs",
     "run": "runs",
 }
 
 __all__ = [
     "IHATrainer",
     "Plan",
+    "check_choices",
     "choose_trainable",
     "is_mixing",
     "last_complete_checkpoint",
     "lora_config",
     "plan_training",
+    "refuse_unheeded",
     "run",
 ]
 

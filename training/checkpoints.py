@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import Trainer
 
-SHARDS = "pytorch_model_fsdp_0"
+SHARDS, DEEPSPEED = "pytorch_model_fsdp_0", "DeepSpeed"
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
@@ -29,23 +29,36 @@ def _is_whole(state: Path, step: int) -> bool:
         return False
 
 
-def fsdp_form(checkpoint: str | Path) -> str | None:
-    """FSDP's `state_dict_type` of a checkpoint: "SHARDED_STATE_DICT", "FULL_STATE_DICT", or None without FSDP."""
-    if (Path(checkpoint) / SHARDS).is_dir():
+def form_of(checkpoint: str | Path) -> str | None:
+    """What wrote a checkpoint: FSDP, as its `state_dict_type`, "DeepSpeed", or None for one process or DDP."""
+    folder = Path(checkpoint)
+    if (folder / SHARDS).is_dir():
         return "SHARDED_STATE_DICT"
-    return "FULL_STATE_DICT" if (Path(checkpoint) / "pytorch_model_fsdp.bin").exists() else None
+    if (folder / "pytorch_model_fsdp.bin").exists():
+        return "FULL_STATE_DICT"
+    return DEEPSPEED if any(folder.glob("global_step*")) else None
 
 
-def check_form(checkpoint: str | Path, trainer: Trainer):
+def check_can_go_on(checkpoint: str | Path, trainer: Trainer):
     """
-    Raises a ValueError where this Trainer could not read the checkpoint: FSDP writes others than one process and DDP
-    do. The number of processes does not matter.
+    Raises a ValueError where this Trainer could not go on with the checkpoint: FSDP and DeepSpeed write others than
+    one process and DDP do (the number of processes does not matter), and with DeepSpeed's sequence parallelism
+    Accelerate cannot skip what was trained on already.
     """
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    old, new = fsdp_form(checkpoint), plugin and plugin.state_dict_type.name
-    if old != new:
-        old, new = (f"FSDP with {form}" if form else "no FSDP" for form in (old, new))
+    advice = "make a model of it with examples/merge.py and train that anew."
+    if trainer.get_sp_size() > 1:
         raise ValueError(
-            f"{checkpoint} is of a run under {old}; this one is under {new}. Launch it as before (the number of "
-            "processes may differ), or make a model of it with examples/merge.py and train that anew."
+            f"{checkpoint} is there, but with sp_size={trainer.get_sp_size()} Accelerate cannot skip the rows before "
+            f"it. Remove the folder to start anew, or {advice}"
+        )
+    new = None
+    if trainer.is_fsdp_enabled:
+        new = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
+    elif trainer.is_deepspeed_enabled:
+        new = DEEPSPEED
+    old = form_of(checkpoint)
+    if old != new:
+        raise ValueError(
+            f"{checkpoint} is of a run under {old or 'neither FSDP nor DeepSpeed'}; this one is under "
+            f"{new or 'neither'}. Launch it as before (the number of processes may differ), or {advice}"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from configuration_iha import IHAConfig, count_parameters
-from modeling_iha.pieces import LARGEST_MASK, SMALLEST_BLOCK
+from modeling_iha.pieces import block_length, first_in_reach
 
 FLOAT32 = 4
 COMPUTE = 2  # bfloat16
@@ -212,8 +212,8 @@ def _shared(config: IHAConfig, processes: int) -> int:
 
 def _blocks(share: int, size: int, window: int, tokens: int) -> tuple[int, int]:
     """Of a sliding layer in blocks of queries: the bytes of its masks, and the most keys, in tokens, of one block."""
-    within = min(window + window // 4, tokens)
-    block = min(max(window // 4, SMALLEST_BLOCK), max(LARGEST_MASK // (share * size**2 * within), 1))
-    lengths = {min(block, tokens), tokens % block or block}  # the last block is shorter, with a mask of its own
-    widest = min(window - 1 + block, tokens)
+    block = min(block_length(tokens, size, window, share), tokens)
+    starts = range(0, tokens, block)
+    widest = max(min(start + block, tokens) - first_in_reach(start, window) for start in starts)
+    lengths = {block, tokens - starts[-1]}  # the last block may be shorter, with a mask of its own
     return COMPUTE * share * size**2 * sum(lengths) * widest, widest

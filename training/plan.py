@@ -59,10 +59,10 @@ def plan_training(
     config: IHAConfig, sequence_length: int, gpus: int = 1, memory_gb: float = 80, batch: int = 1
 ) -> Plan:
     """
-    The first of these that fits, each without and then with gradient checkpointing: one GPU; all of them sharing
-    weights, gradients and optimizer (FSDP2); the same with 2, 4, ... of them sharing each sequence: in a ring, or by
-    heads (DeepSpeed's Ulysses) where the model has sliding layers, which the ring cannot do. Then all of it again with
-    weights and optimizer offloaded to main memory, where only checkpointing is tried.
+    The first of these that fits, each without and then with gradient checkpointing: the one GPU that there is; all of
+    several sharing weights, gradients and optimizer (FSDP2); the same with 2, 4, ... of them sharing each sequence: in
+    a ring, or by heads (DeepSpeed's Ulysses) where the model has sliding layers, which the ring cannot do. Then all of
+    it again with weights and optimizer offloaded to main memory, where only checkpointing is tried.
 
     Args:
         sequence_length: N, tokens of a row.
@@ -76,8 +76,8 @@ def plan_training(
     for name, value in (("sequence_length", sequence_length), ("gpus", gpus), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-    if not memory_gb > 0:
-        raise ValueError(f"memory_gb={memory_gb!r} must be above 0.")
+    if not 0 < memory_gb < float("inf"):
+        raise ValueError(f"memory_gb={memory_gb!r} must be above 0 and finite.")
     if gpus > GPUS_PER_MACHINE and gpus % GPUS_PER_MACHINE:
         raise ValueError(f"gpus={gpus} must be at most {GPUS_PER_MACHINE}, or a multiple: machines of 8 GPUs.")
     if not config.is_causal:
@@ -225,8 +225,7 @@ def _arguments(layout: Layout, sequence_length: int, batch: int) -> dict:
         # The ring gives each device a piece from the front and one from the back.
         pieces = 2 if layout.engine == "fsdp2" else 1
         arguments["pad_to_multiple_of"] = pieces * layout.sequence_shards
-        if layout.engine == "fsdp2":
-            arguments["packing"] = False
+        arguments["packing"] = False
     return arguments
 
 
@@ -239,6 +238,9 @@ def _notes(config: IHAConfig, sequence_length: int, layout: Layout, gpus: int) -
         )
     if layout.engine == "deepspeed":
         notes.append("DeepSpeed is needed: pip install 'deepspeed>=0.18.2'")
+        notes.append("It saves the model in bfloat16.")
+    if layout.sequence_shards > 1:
+        notes.append("Rows are shared by GPUs: train with training_iha.IHATrainer and attn_implementation='sdpa'.")
     if gpus > GPUS_PER_MACHINE:
         notes.append("On each machine: accelerate launch --machine_rank N --main_process_ip FIRST --config_file ...")
     return notes

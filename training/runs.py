@@ -1,12 +1,15 @@
 """One run from start to end: gone on with where it was stopped, evaluated, and left as a folder that loads."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
+from transformers import TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
-from .checkpoints import check_form, last_complete_checkpoint
+from .checkpoints import check_can_go_on, last_complete_checkpoint
 from .trainer import IHATrainer
 
 logger = logging.get_logger("training_iha")
@@ -33,7 +36,28 @@ DECIDING = (
     "data_seed",
     "bf16",
     "fp16",
+    "optim_args",
+    "neftune_noise_alpha",
+    "label_smoothing_factor",
+    "dataloader_drop_last",
+    "assistant_only_loss",
+    "completion_only_loss",
 )
+
+
+def check_choices(recipe):
+    """Raises a ValueError where a field of a dataclass is none of its `choices`, which a YAML file gets past."""
+    for field in fields(recipe):
+        value, choices = getattr(recipe, field.name), field.metadata.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"{field.name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+def refuse_unheeded(config: TrainingArguments, instead: dict[str, str]):
+    """Raises a ValueError where an argument is given that the program would not heed. instead: what to do, by name."""
+    for name, advice in instead.items():
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)!r} must be left out: {advice}.")
 
 
 def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
@@ -47,13 +71,16 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
         examples: counts for `results.json`.
 
     Raises:
-        ValueError: the run in `output_dir` is another, or its checkpoint of another kind (`checkpoints.check_form`).
+        ValueError: the run in `output_dir` is another, or cannot be gone on with (`checkpoints.check_can_go_on`).
     """
     config, folder = trainer.args, Path(trainer.args.output_dir)
+    refuse_unheeded(config, {"save_only_model": "an interrupted run could not go on"})
     checkpoint = last_complete_checkpoint(folder)
+    if len(set(found := gather_object([checkpoint]))) > 1:
+        raise ValueError(f"output_dir={str(folder)!r} must be one folder for all machines: they find {found} there.")
     deciding = _check_same_run(trainer, recipe)
     if checkpoint:
-        check_form(checkpoint, trainer)
+        check_can_go_on(checkpoint, trainer)
         logger.warning(f"Going on from {checkpoint}.")
     trainer.model.config.use_cache = True  # the Trainer has turned it off, and would save it so
     if trainer.is_world_process_zero():
@@ -71,6 +98,8 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
         trainer.evaluate()
     if trainer.is_fsdp_enabled:  # else nothing that loads is written
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    if trainer.is_deepspeed_enabled and config.bf16 and is_deepspeed_zero3_enabled():
+        logger.warning("ZeRO-3 saves the model in bfloat16, the mixing tensors too.")
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():

@@ -32,6 +32,12 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
             raise ValueError("optimizers must be left out: mixing_learning_rate would not count.")
         self.mixing_learning_rate = mixing_learning_rate
         super().__init__(*args, **kwargs)
+        if self.get_sp_size() > 1 and (self.args.packing or self.args.padding_free):
+            raise ValueError(
+                f"packing={self.args.packing}, padding_free={self.args.padding_free} must be False with sp_size > 1, "
+                "which cannot spread what TRL's collator gives beside the rows. Rows of several documents with "
+                "position_ids that start over can be spread: examples/long_context makes them."
+            )
         self.progress = _Progress()
         self.add_callback(self.progress)
 

@@ -33,14 +33,16 @@ def whole_rows(model: nn.Module, inputs: dict[str, torch.Tensor], group: dist.Pr
         group: the processes that share a row. Their number divides H; it divides G or is a multiple of it.
     """
     attentions = [module for module in model.modules() if isinstance(module, IHAAttention)]
+    if not attentions:
+        raise ValueError("The model has no layers of IHAAttention: rows can be spread over processes for those only.")
     config = attentions[0].config
     positions = _whole(inputs["position_ids"], group)
-    hides = inputs.pop("attention_mask", None)
-    hides = None if hides is None else _whole(hides, group)
-    if hides is not None and bool(hides.all()):
-        hides = None  # beside a mask positions that start over would not begin documents
+    real = inputs.pop("attention_mask", None)
+    real = None if real is None else _whole(real, group)
+    if real is not None and bool(real.all()):
+        real = None  # beside a mask positions that start over would not begin documents
     tokens = torch.empty(*positions.shape, 0, dtype=attentions[0].q_proj.weight.dtype, device=positions.device)
-    masks = token_masks(config, tokens, hides, None, positions)
+    masks = token_masks(config, tokens, real, None, positions)
     for attention in attentions:
         attention.across_processes = _Exchange(masks[config.layer_types[attention.layer_idx]], group)
     try:
@@ -55,7 +57,7 @@ def whole_rows(model: nn.Module, inputs: dict[str, torch.Tensor], group: dist.Pr
 def transformers_attention(config: IHAConfig):
     """While it lasts, attention functions are Transformers' own, where DeepSpeed has put its in their place."""
     name = config._attn_implementation
-    replaced = ALL_ATTENTION_FUNCTIONS[name]
+    replaced = ALL_ATTENTION_FUNCTIONS.get(name)  # eager is none of them
     if not is_deepspeeds(replaced):
         yield
         return

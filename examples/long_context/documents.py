@@ -62,13 +62,15 @@ def rows_of(tokenized: Dataset, length: int, packed: bool) -> tuple[Dataset, int
     Raises:
         ValueError: there is not one row.
     """
-    rows = Dataset.from_generator(
-        _packed if packed else _from_one, gen_kwargs={"tokenized": tokenized, "length": length}
-    )
-    if not len(rows):
-        found = "all documents together have" if packed else "no document has"
+    lengths = list(map(len, tokenized["input_ids"]))
+    if not (sum(lengths) // length if packed else max(lengths) // length):
+        found = "all documents together have not" if packed else "no document has"
         raise ValueError(f"max_length={length}: {found} as many tokens. Give longer documents, or more of them.")
-    return rows, sum(map(len, tokenized["input_ids"])) - len(rows) * length
+    rows = Dataset.from_generator(
+        _packed if packed else _from_one,
+        gen_kwargs={"tokenized": tokenized, "length": length},
+    )
+    return rows, sum(lengths) - len(rows) * length
 
 
 def _packed(tokenized: Dataset, length: int) -> Iterator[dict]:

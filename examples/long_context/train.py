@@ -18,7 +18,7 @@ from transformers.utils import logging
 from trl import SFTConfig, TrlParser
 
 import modeling_iha  # noqa: F401  (registers the Auto classes)
-from training_iha import IHATrainer, choose_trainable, run
+from training_iha import IHATrainer, check_choices, choose_trainable, refuse_unheeded, run
 
 logger = logging.get_logger("long_context")
 
@@ -44,6 +44,7 @@ class Recipe:
 
 def main():
     recipe, config = TrlParser((Recipe, SFTConfig), description=__doc__).parse_args_and_config()
+    check_choices(recipe)
     length = rows_are_ready(config)
 
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
@@ -92,14 +93,16 @@ def rows_are_ready(config: SFTConfig) -> int:
     Raises:
         ValueError: `max_length` is no number, or something is asked for that this program would not heed.
     """
-    unheeded = {
+    rows = "rows come tokenised, of max_length tokens each"
+    instead = {
         "packing": "the recipe's `documents` says how rows are filled",
+        "eval_packing": "the recipe's `documents` says how rows are filled",
         "resume_from_checkpoint": "the same command goes on by itself",
         "model_init_kwargs": "the recipe has dtype and attn_implementation",
+        **dict.fromkeys(("pad_to_multiple_of", "dataset_kwargs", "chat_template_path"), rows),
+        **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), "every token of a document has its loss"),
     }
-    for name, instead in unheeded.items():
-        if getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r} must be left out: {instead}.")
+    refuse_unheeded(config, instead)
     length = config.max_length
     if length is None or length < 2:
         raise ValueError(f"max_length={length} must be the tokens in a row, at least 2.")

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from trl import SFTConfig, TrlParser
 
 import modeling_iha  # noqa: F401  (registers the Auto classes)
-from training_iha import IHATrainer, choose_trainable, lora_config, run
+from training_iha import IHATrainer, check_choices, choose_trainable, lora_config, refuse_unheeded, run
 
 logger = logging.get_logger("sft_openthoughts")
 
@@ -43,6 +43,7 @@ class Recipe:
 def main():
     parser = TrlParser((Recipe, SFTConfig), description=__doc__)
     recipe, config = parser.parse_args_and_config()
+    check_choices(recipe)
     check(config)
 
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
@@ -80,14 +81,12 @@ def main():
 
 def check(config: SFTConfig):
     """Raises a ValueError for what `SFTConfig` takes and this program would not heed."""
-    unheeded = {
+    instead = {
         "resume_from_checkpoint": "the same command goes on by itself",
         "model_init_kwargs": "the recipe has dtype and attn_implementation",
         "chat_template_path": "the recipe has training_template",
     }
-    for name, instead in unheeded.items():
-        if getattr(config, name) is not None:
-            raise ValueError(f"{name}={getattr(config, name)!r} must be left out: {instead}.")
+    refuse_unheeded(config, instead)
     if config.max_length is None:
         raise ValueError("max_length=None must be a number of tokens: longer examples are left out.")
 

@@ -30,6 +30,7 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 4)
+    monkeypatch.setattr(pieces, "ALIGNMENT", 1)
 
 
 @pytest.fixture

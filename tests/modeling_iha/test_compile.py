@@ -21,6 +21,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "num_pseudo_heads": 2}
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 4)  # nine tokens are three blocks of a window
+    monkeypatch.setattr(pieces, "ALIGNMENT", 1)
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -93,6 +94,7 @@ def test_the_training_step_is_one_graph_with_the_same_gradients(layers, batch, p
 )
 def test_every_length_up_to_a_block_runs_the_same_graph(layer, monkeypatch):
     monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 64)
+    monkeypatch.setattr(pieces, "ALIGNMENT", 8)
     model = tiny_model(**ONE_LAYER, **layer)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():

@@ -47,6 +47,7 @@ def blocks(monkeypatch):
 
     monkeypatch.setattr(pieces, "scaled_dot_product_attention", count)
     monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 2)
+    monkeypatch.setattr(pieces, "ALIGNMENT", 1)
     monkeypatch.setattr(pieces, "LARGEST_MASK", 2 * 3 * TOKENS)
     return counted
 

@@ -46,6 +46,7 @@ def name(case):
 def small_pieces(monkeypatch):
     """Short sequences are several blocks then."""
     monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 2)
+    monkeypatch.setattr(pieces, "ALIGNMENT", 1)
     monkeypatch.setattr(pieces, "LARGEST_MASK", 2 * 3 * TOKENS)
 
 

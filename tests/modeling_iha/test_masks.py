@@ -11,6 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from modeling_iha import IHAForCausalLM, pieces
 from modeling_iha.backends import check_backend
+from modeling_iha.virtual_masks import causal_mask, virtual_mask
 
 LENGTHS = [3, 0, 4, 1]  # an empty document among them
 TOKENS = sum(LENGTHS)
@@ -25,6 +26,7 @@ BACKENDS = ["sdpa", "eager", "flash_attention_2"]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(pieces, "SMALLEST_BLOCK", 2)
+    monkeypatch.setattr(pieces, "ALIGNMENT", 1)
     monkeypatch.setattr(pieces, "LARGEST_MASK", 64)
 
 
@@ -239,3 +241,28 @@ def test_flash_attention_takes_one_token_beside_padding(float64_throughout, stan
     layer = OneLayer(attention="flash_attention_2")
     entered, left = layer(layer.input(2, 1), None, torch.tensor([[1], [0]]))
     assert_close(left[0], layer.reference(entered[0], torch.arange(1), lambda n, m: True))
+
+
+def test_masks_of_blocks_are_cut_where_kernels_need_no_copy(monkeypatch):
+    """Aligned as in earnest: each block's mask begins and ends on 8 entries, and the output is that of one mask."""
+    monkeypatch.undo()
+    monkeypatch.setattr(pieces, "LARGEST_MASK", 2**17)
+    window, tokens, size = 203, 1000, 2
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, tokens * size, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    seen, kernel = [], pieces.scaled_dot_product_attention
+
+    def watched(*args, attn_mask, **kwargs):
+        seen.append(attn_mask)
+        return kernel(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(pieces, "scaled_dot_product_attention", watched)
+    output = pieces.in_blocks(query, key, value, None, size, 0, window, True, 8**-0.5, 0.0)
+    assert len(seen) > 5
+    for mask in seen:
+        assert mask.storage_offset() % 8 == 0 and all(stride % 8 == 0 or stride == 1 for stride in mask.stride())
+    assert len({mask.untyped_storage().data_ptr() for mask in seen}) <= 2  # and the last, shorter block's own
+    dense = virtual_mask(causal_mask(tokens, tokens, 0, query.device), size, 0, window)
+    key, value = (heads.repeat_interleave(2, 1) for heads in (key, value))
+    expected = kernel(query, key, value, attn_mask=dense, scale=8**-0.5).transpose(1, 2)
+    assert (output - expected).abs().max() <= 1e-12

@@ -47,7 +47,9 @@ def test_whole_rows_are_from_within_one_document():
         assert row["labels"] == [IGNORED, *row["input_ids"][1:]] and row["seq_lengths"] == [8]
 
 
-@pytest.mark.parametrize(("packed", "message"), [(True, "all documents together have"), (False, "no document has")])
+@pytest.mark.parametrize(
+    ("packed", "message"), [(True, "all documents together have not"), (False, "no document has")]
+)
 def test_rows_that_nothing_fills_are_refused(packed, message):
     with pytest.raises(ValueError, match=rf"max_length=100: {message}"):
         rows_of(tokens_of(LENGTHS), 100, packed)
