@@ -3,24 +3,26 @@
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import yaml
 from folders import make_llama
+from typer.testing import CliRunner
 
 from configuration_iha import IHAConfig, flop_matched_schedule
+from conversion_iha.cli import app
 
 
 def iha_plan(*arguments) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "conversion_iha.cli", "plan", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout, done.stderr
+    done = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return done.exit_code, done.stdout, done.stderr
 
 
 def test_prints_tables_arguments_and_configuration():
-    options = ("--length", 65536, "--gpus", 8, "--memory", 80, "-p", 2)
-    code, stdout, stderr = iha_plan("llama-3.1-8b", "--schedule", "hybrid", *options)
-    assert (code, stderr) == (0, "")
+    options = ("--schedule", "hybrid", "--length", "131072", "--gpus", "8", "--memory", "80", "-p", "2")
+    command = [sys.executable, "-m", "conversion_iha.cli", "plan", "llama-3.1-8b", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    stdout = done.stdout
     assert "113,152" in stdout  # mixing: 26 layers of 2 P (H^2 + G^2)
     for text in ("Parameters", "plain attention", "Memory on each GPU", "Ulysses", "gradient_checkpointing: true"):
         assert text in stdout, text
@@ -83,9 +85,8 @@ def test_errors_are_one_line(monkeypatch):
         ("smollm2-135m", "--length", 8, "--schedule", "hybrid"): "sequence_length=8 must be at least 4 P^2 = 16",
         ("no/such-model", "--length", 1024): "no/such-model",
     }
-    with ThreadPoolExecutor() as together:
-        results = list(together.map(lambda arguments: iha_plan(*arguments), refused))
-    for (code, stdout, stderr), message in zip(results, refused.values(), strict=True):
+    for arguments, message in refused.items():
+        code, stdout, stderr = iha_plan(*arguments)
         assert (code, stdout) == (1, ""), stderr
         assert stderr.startswith("iha: ") and stderr.count("\n") == 1
         assert message in stderr

@@ -150,7 +150,7 @@ def test_window_counts_tokens(phases):
 def test_the_cache_is_read_by_either_name_and_a_foreign_one_is_refused():
     layer = Layer()
     x, positions = layer.input(), torch.arange(TOKENS)[None]
-    tables = layer.rotary(x, positions)[2]
+    tables = layer.rotary(x, positions)["2"]
     for name in ("cache", "past_key_values"):
         cache = DynamicCache(config=layer.config)
         layer.attention(x, tables, **{name: cache})

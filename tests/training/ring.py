@@ -1,7 +1,7 @@
 """
 A few steps of training in a ring of CPU processes. Their program in test_context_parallel.py:
 
-    torchrun --nproc_per_node 2 ring.py FOLDER FIELDS_OF_THE_CONFIG [packed]    (fields as JSON)
+    torchrun --nproc_per_node 2 ring.py FOLDER FIELDS_OF_THE_CONFIG    (as JSON)
 """
 
 import json
@@ -70,9 +70,6 @@ def main():
     ids = torch.randint(1, 128, (8, TOKENS), generator=torch.Generator().manual_seed(1))
     gradients = Gradients()
     data = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids]
-    if len(sys.argv) > 3:  # packed in halves
-        positions = torch.arange(TOKENS // 2).repeat(2)
-        data = [{**row, "position_ids": positions} for row in data]
     trainer = RingTrainer(model, args, train_dataset=data, callbacks=[gradients])
     trainer.train()
     if int(os.environ.get("RANK", 0)) == 0:

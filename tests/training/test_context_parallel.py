@@ -15,18 +15,20 @@ from training_iha.parallel import refuse_leaks
 RING = Path(__file__).parent / "ring.py"
 
 
-def run(folder, processes, *how, **fields):
+def run(folder, processes, **fields):
     folder.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(RING), str(folder), json.dumps(fields), *how]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(RING), str(folder), json.dumps(fields)]
     paths = os.pathsep.join([str(RING.parent), str(RING.parents[1] / "modeling_iha")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     return done, torch.load(folder / "result.pt") if done.returncode == 0 else None
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("phases", ["shared", "interleaved"])
+@pytest.mark.parametrize(
+    ("phases", "processes"),
+    [("shared", 2), *(pytest.param("interleaved", processes, marks=pytest.mark.slow) for processes in (2, 4))],
+)
 def test_a_ring_computes_what_one_process_does(phases, processes, tmp_path):
     fields = {"num_pseudo_heads": [2, 1, 3], "rope_phases": phases}
     _, alone = run(tmp_path / "alone", 1, **fields)
@@ -45,13 +47,6 @@ def test_a_ring_refuses_windows(tmp_path):
     done, _ = run(tmp_path / "windows", 2, num_pseudo_heads=2, sliding_window=4)
     assert done.returncode != 0
     assert "Context parallelism does not support attention layers of type ['sliding_attention']" in done.stderr
-
-
-def test_a_ring_refuses_packed_rows(tmp_path):
-    assert run(tmp_path / "one process", 1, "packed", num_pseudo_heads=2)[1]
-    done, _ = run(tmp_path / "ring", 2, "packed", num_pseudo_heads=2)
-    assert done.returncode != 0
-    assert "position_ids start over within a row: in a ring its documents see each other." in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_processes_that_share_rows_compute_what_one_does(case, processes, stage,
             assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_attention_is_refused(tmp_path):
     done = launch(tmp_path, 2, 2, plain={"fields": HYBRID, "plain": True})
     assert done.returncode != 0
