@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 app = typer.Typer(
-    help="Interleaved Head Attention: convert Llama checkpoints, and prove that they compute the same.",
+    help="Interleaved Head Attention: convert Llama checkpoints, prove that they compute the same, plan training.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

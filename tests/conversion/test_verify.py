@@ -330,6 +330,17 @@ OPTIONS = {
         "--device",
     },
     "verify": {"--dtype", "--structure-only", "--new-tokens", "--device", "--revision", "--json"},
+    "plan": {
+        "--length",
+        "--num-pseudo-heads",
+        "--schedule",
+        "--gpus",
+        "--memory",
+        "--batch",
+        "--write",
+        "--revision",
+        "--json",
+    },
 }
 
 
