@@ -18,6 +18,7 @@ RECIPES = [
     for init, stds in (("exact", (0.2, 2.0)), ("identity", (1.0,)))
     for std in stds
 ]
+GENERATED = [(2, "exact", 0.2), (2, "identity", 1.0), (4, "exact", 2.0)]
 
 
 @torch.no_grad()
@@ -56,7 +57,7 @@ def greedy32(llama, prompts):
     return greedy(llama, prompts)
 
 
-@pytest.mark.parametrize(("pseudo_heads", "init", "std"), RECIPES)
+@pytest.mark.parametrize(("pseudo_heads", "init", "std"), GENERATED)
 def test_greedy_tokens_are_llamas_in_float32(smollm2, greedy32, prompts, pseudo_heads, init, std):
     model = smollm2_as_iha(smollm2, torch.float32, pseudo_heads, init, std)
     assert torch.equal(greedy(model, prompts), greedy32)
@@ -78,7 +79,7 @@ def test_other_recipes_in_public_use_are_not_exact(smollm2, logits64, text, phas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pseudo_heads", "init", "std"), RECIPES)
+@pytest.mark.parametrize(("pseudo_heads", "init", "std"), GENERATED)
 def test_bfloat16_greedy_tokens_part_only_where_rounding_decides(smollm2, tmp_path, pseudo_heads, init, std):
     convert(smollm2, tmp_path / "iha", pseudo_heads, mixing_init=init, mixing_init_std=std, link=True)
     result = compare(smollm2, tmp_path / "iha", torch.bfloat16, PROMPTS[:5], new_tokens=64)
