@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from runs import EXAMPLES, assert_same_run, finish, kill_after, run, torchrun, weights
+from runs import EXAMPLES, assert_same_run, curve, finish, kill_after, run, torchrun, weights
 from sft import share
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,6 +47,16 @@ def test_sharded_processes_killed_and_resumed_as_others_are_one(before, after, w
     )
     assert next(configs) == next(configs)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+@pytest.mark.slow
+def test_a_ring_is_one_process(command, tmp_path):
+    rows = ("--packing", "false", "--pad_to_multiple_of", "4", "--per_device_eval_batch_size", "1", "--max_steps", "2")
+    run(command(tmp_path / "one", *rows))
+    run(command(tmp_path / "ring", *rows, launcher=torchrun(2, "ring")))
+    assert_same_run(tmp_path / "ring", tmp_path / "one", 1e-4)
+    evaluations = curve(tmp_path / "one", "eval_loss")
+    assert curve(tmp_path / "ring", "eval_loss") == pytest.approx(evaluations, rel=1e-4) and len(evaluations) == 2
 
 
 @pytest.mark.slow
