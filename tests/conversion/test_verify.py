@@ -392,6 +392,7 @@ def test_command_line_converts_checks_and_verifies(speaking, tmp_path):
     assert not result["comparisons"][0]["explained"]
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(pair, tmp_path):
     source, destination = pair
     mistyped = make_llama(tmp_path / "mistyped")
@@ -412,6 +413,7 @@ def test_errors_are_one_line(pair, tmp_path):
         assert not stdout
 
 
+@pytest.mark.slow
 def test_command_line_takes_a_classifier_of_the_hub(tmp_path):
     # No Hub answers in a test: the model lies in a cache, where an earlier download would have left it.
     repo = tmp_path / "hub" / "models--acme--tiny"
@@ -450,6 +452,7 @@ def test_command_line_takes_a_gguf_file(smollm2_gguf, smollm2, tmp_path):
     shutil.rmtree(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_command_line_without_a_tokenizer_and_json_of_an_error(tmp_path):
     source = make_llama(tmp_path / "llama")
     for path in source.glob("tokenizer*"):

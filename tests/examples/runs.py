@@ -44,7 +44,7 @@ def kill_after(checkpoint, command):
     with log.open("w") as output:
         launched = psutil.Popen(list(map(str, command)), env=ENVIRONMENT, stdout=output, stderr=output)
         try:
-            while last_complete_checkpoint(folder) is None:
+            while last_complete_checkpoint(folder) != str(checkpoint):
                 assert launched.poll() is None, log.read_text()[-4000:]
                 time.sleep(0.01)
         finally:

@@ -118,6 +118,7 @@ def test_quantised_models_generate(models, prompts, tokenizer, method):
 
 
 @ALL_METHODS
+@pytest.mark.slow
 def test_quantised_models_save_and_load(folder, prompts, tmp_path, method):
     model = load(folder, method)
     model.save_pretrained(tmp_path)

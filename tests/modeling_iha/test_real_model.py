@@ -61,11 +61,13 @@ def test_speculative_decoding_gives_the_greedy_text(how, model, llama, alone):
         assert torch.equal(model.generate(ids, **GREEDY, **extra)[0, -12:], expected)
 
 
+@pytest.mark.slow
 def test_beams_with_a_cache_are_those_without(model, prompts):
     how = {"num_beams": 3, "num_return_sequences": 2, **GREEDY, "max_new_tokens": 8, "min_new_tokens": 8}
     assert torch.equal(model.generate(**prompts, **how), model.generate(**prompts, **how, use_cache=False))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_perplexity_is_one_in_every_way(model, text):
     ids, length = text, text.shape[1]

@@ -66,7 +66,8 @@ def results(tmp_path_factory):
 
 
 # 4 processes are more than the 2 key heads. ZeRO's stages add up gradients in different ways.
-@pytest.mark.parametrize(("processes", "stage"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "stage"), [(2, 2), (4, 3)])
 @pytest.mark.parametrize("case", CASES)
 def test_processes_that_share_rows_compute_what_one_does(case, processes, stage, results):
     together, alone = results(processes, stage)[case], results(1, None)[case]

@@ -45,7 +45,7 @@ def test_multi_keys_are_told_by_both_places_only():
 
 
 def test_the_study_runs_to_its_table_and_figure(tmp_path, monkeypatch):
-    small = {"BEFORE": 2, "STEPS": 2, "EVALUATE": 1, "RECORDS": 6, "ROWS": 2, "CURRICULUM": (6,), "SEEDS": (0,)}
+    small = {"BEFORE": 2, "STEPS": 6, "EVALUATE": 2, "RECORDS": 6, "ROWS": 2, "CURRICULUM": (6,), "SEEDS": (0,)}
     for name, value in small.items():
         monkeypatch.setattr(study, name, value)
     study.one_seed(tmp_path / "0", 0)
@@ -54,6 +54,6 @@ def test_the_study_runs_to_its_table_and_figure(tmp_path, monkeypatch):
     assert results["curves"].keys() == study.VARIANTS.keys()
     start = {name: runs[0]["loss"][0] for name, runs in results["curves"].items()}
     assert all(loss == pytest.approx(start["Llama"], rel=1e-5) for loss in start.values())  # one function
-    assert results["curves"]["Llama"][0]["step"][-1] == study.steps_for_equal_flops() > 2
+    assert results["curves"]["Llama"][0]["step"][-1] == study.steps_for_equal_flops() > study.STEPS
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "results.md").read_text().count("\n| ") == 5

@@ -43,6 +43,7 @@ def test_a_run_trains_evaluates_logs_and_leaves_a_folder_that_loads(whole_run, t
     assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(whole_run, command, tmp_path):
     folder = tmp_path / "killed"
     kill_after(folder / "checkpoint-2", command(folder))
