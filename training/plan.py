@@ -238,7 +238,7 @@ def _notes(config: IHAConfig, sequence_length: int, layout: Layout, gpus: int) -
         )
     if layout.engine == "deepspeed":
         notes.append("DeepSpeed is needed: pip install 'deepspeed>=0.18.2'")
-        notes.append("It saves the model in bfloat16.")
+        notes.append("ZeRO-3 saves the model in bfloat16.")
     if layout.sequence_shards > 1:
         notes.append("Rows are shared by GPUs: train with training_iha.IHATrainer and attn_implementation='sdpa'.")
     if gpus > GPUS_PER_MACHINE:
