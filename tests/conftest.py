@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests use
 
 import pytest
 import torch
+from hub_server import Hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -61,3 +62,14 @@ def text(tokenizer) -> torch.Tensor:
 def llama(smollm2):
     """The real model in float32, in eval mode; tests do not change it."""
     return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def hub(tmp_path) -> Hub:
+    """An empty Hub on this machine."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    hub = Hub(folder)
+    yield hub
+    hub.server.shutdown()
+    hub.server.server_close()

@@ -9,6 +9,8 @@ from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
+from modeling_iha.bundle import write_bundle
+
 from .checkpoints import check_can_go_on, last_complete_checkpoint
 from .trainer import IHATrainer
 
@@ -64,7 +66,8 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
     """
     Trains from the last whole checkpoint in `output_dir`, if there is one; evaluates before the first step and after
     the last; leaves the model, whatever its sharding, as a plain folder, and `results.json` with the whole log. From
-    the first step on the folder holds `recipe.json`, tokenizer and configuration: with them a checkpoint is a model.
+    the first step on the folder holds `recipe.json`, tokenizer, configuration and code: with them a checkpoint is a
+    model. With `push_to_hub` all this, but no checkpoints, goes to the Hub at the end.
 
     Args:
         recipe: JSON values that decide the steps, beside those of `DECIDING`.
@@ -88,6 +91,7 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
         trainer.processing_class.save_pretrained(folder)
         if not is_peft_model(trainer.model):
             trainer.model.config.save_pretrained(folder)
+            write_bundle(folder)  # a checkpoint's push takes the code from here
     # Not by evaluate() before train(): the Trainer would then train without synchronising processes.
     config.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -100,11 +104,13 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if trainer.is_deepspeed_enabled and config.bf16 and is_deepspeed_zero3_enabled():
         logger.warning("ZeRO-3 saves the model in bfloat16, the mixing tensors too.")
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # without a push: the results are to come with it
     trainer.save_state()
     if trainer.is_world_process_zero():
         results = {"recipe": recipe, "examples": examples, "steps": state.global_step, "log": state.log_history}
         _write_json(folder / "results.json", results)
+    if config.push_to_hub:
+        trainer.push_to_hub()
 
 
 def _check_same_run(trainer: IHATrainer, recipe: dict) -> dict:

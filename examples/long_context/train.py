@@ -82,8 +82,6 @@ def main():
         mixing_learning_rate=recipe.mixing_learning_rate,
     )
     run(trainer, {**asdict(recipe), "tokens in a row": length}, examples)
-    if config.push_to_hub:
-        trainer.push_to_hub()
 
 
 def rows_are_ready(config: SFTConfig) -> int:

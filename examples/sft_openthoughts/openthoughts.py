@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 NAMES = {name: f"open-thoughts/{name}" for name in ("OpenThoughts-114k", "OpenThoughts2-1M", "OpenThoughts3-1.2M")}
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 IGNORED = -100
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def load(name: str) -> Dataset:
@@ -57,7 +58,8 @@ def to_messages(row: dict, number: int) -> list[dict[str, str]]:
 
 def training_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> str:
     """
-    The chat template that marks what the assistant says: the one in `file`, or else the tokenizer's own or TRL's.
+    The chat template that marks what the assistant says: the one in `file`, or else the tokenizer's own or TRL's, or
+    the one of templates/ that renders what the tokenizer's own does.
 
     Raises:
         ValueError: it renders a conversation otherwise than the tokenizer's own, or no such template is known.
@@ -72,14 +74,26 @@ def training_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> s
         try:
             template = get_training_chat_template(tokenizer) or tokenizer.chat_template
         except ValueError as error:
-            raise ValueError(
-                "TRL knows no training form of the tokenizer's chat template. Write one with {% generation %} and "
-                "{% endgeneration %} around what the assistant says, and name it with training_template."
-            ) from error
+            ours = (path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.jinja")))
+            template = next((ours for ours in ours if not _difference(tokenizer, ours)), None)
+            if template is None:
+                raise ValueError(
+                    f"Neither TRL nor {TEMPLATES} has a training form of the tokenizer's chat template. Write one "
+                    "with {% generation %} and {% endgeneration %} around what the assistant says, and name it with "
+                    "training_template."
+                ) from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = template
+    if difference := _difference(tokenizer, template):
+        rendered, own = difference
+        raise ValueError(f"The training template renders {rendered!r}, where the tokenizer's own gives {own!r}.")
+    return template
+
+
+def _difference(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str] | None:
+    """What a template and the tokenizer's own make of a conversation, where it differs."""
     turns = [
-        {"role": role, "content": f"{role} speaks"} for role in ("system", "user", "assistant", "user", "assistant")
+        {"role": role, "content": f"{role} speaks\n"} for role in ("system", "user", "assistant", "user", "assistant")
     ]
     for messages in (turns, turns[1:]):
         rendered, own = (
@@ -87,8 +101,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> s
             for it in (template, tokenizer.chat_template)
         )
         if rendered != own:
-            raise ValueError(f"The training template renders {rendered!r}, where the tokenizer's own gives {own!r}.")
-    return template
+            return rendered, own
+    return None
 
 
 def tokenize(

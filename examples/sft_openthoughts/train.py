@@ -9,6 +9,7 @@ command again goes on from the last whole checkpoint in `output_dir`.
 """
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from openthoughts import load, tokenize, training_template
@@ -44,7 +45,7 @@ def main():
     parser = TrlParser((Recipe, SFTConfig), description=__doc__)
     recipe, config = parser.parse_args_and_config()
     check_choices(recipe)
-    check(config)
+    check(recipe, config)
 
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     template = training_template(tokenizer, recipe.training_template)
@@ -75,12 +76,10 @@ def main():
     )
     examples = {"train": len(dataset), "eval": recipe.eval_examples, "left out as too long": too_long}
     run(trainer, asdict(recipe), examples)
-    if config.push_to_hub:
-        trainer.push_to_hub()
 
 
-def check(config: SFTConfig):
-    """Raises a ValueError for what `SFTConfig` takes and this program would not heed."""
+def check(recipe: Recipe, config: SFTConfig):
+    """Raises a ValueError for what `SFTConfig` takes and this program would not heed, or what would not load."""
     instead = {
         "resume_from_checkpoint": "the same command goes on by itself",
         "model_init_kwargs": "the recipe has dtype and attn_implementation",
@@ -89,6 +88,10 @@ def check(config: SFTConfig):
     refuse_unheeded(config, instead)
     if config.max_length is None:
         raise ValueError("max_length=None must be a number of tokens: longer examples are left out.")
+    if config.push_to_hub and recipe.train == "lora" and Path(recipe.model).exists():
+        raise ValueError(
+            f"model={recipe.model!r} must be a Hub id to push an adapter, which names its model: push the model first."
+        )
 
 
 if __name__ == "__main__":

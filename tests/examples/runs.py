@@ -26,15 +26,15 @@ def torchrun(processes, way=None):
     return (*launcher, SPREAD, way) if way else launcher
 
 
-def run(command):
+def run(command, environment=ENVIRONMENT):
     """What it says."""
-    done = finish(command)
+    done = finish(command, environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
 
 
-def finish(command):
-    return subprocess.run(list(map(str, command)), env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+def finish(command, environment=ENVIRONMENT):
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
 
 
 def kill_after(checkpoint, command):

@@ -14,7 +14,6 @@ def train(model, data, folder, *more, launcher=(sys.executable,)):
     return [
         *launcher,
         *(EXAMPLE / "train.py", "--config", EXAMPLE / "demo.yaml"),
-        *("--training_template", EXAMPLE / "smollm2_training.jinja"),
         *("--model", model, "--dataset", data, "--output_dir", folder, "--eval_examples", "44"),
         *("--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "9", "--eval_steps", "3"),
         *("--learning_rate", "1e-3", "--use_cpu", "true", "--disable_tqdm", "true"),

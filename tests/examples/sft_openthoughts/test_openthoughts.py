@@ -8,14 +8,16 @@ from pathlib import Path
 import openthoughts
 import pytest
 import torch
+import trl
 from openthoughts import IGNORED, load, to_messages, tokenize, training_template
+from transformers import AutoTokenizer
 from trl import SFTConfig
 
 from modeling_iha import IHAForCausalLM
 from training_iha import IHATrainer
 
 EXAMPLE = Path(openthoughts.__file__).parent
-TEMPLATE = EXAMPLE / "smollm2_training.jinja"
+TEMPLATE = EXAMPLE / "templates" / "smollm2.jinja"
 TURNS = ("What is 6 times 7?", "<think>\n6 * 7 = 42\n</think>\n\nIt is 42.", "And its half?", "21")
 SCHEMAS = {
     "OpenThoughts-114k": {"system": "Think, then answer.", "names": ("user", "assistant")},
@@ -39,7 +41,7 @@ def folder_of(rows, folder):
 
 @pytest.fixture
 def template(tokenizer):
-    return training_template(tokenizer, str(TEMPLATE))
+    return training_template(tokenizer, None)
 
 
 def said_in(ids, labels, tokenizer):
@@ -139,8 +141,11 @@ def test_a_folder_of_another_schema_is_refused(tmp_path):
 
 
 def test_templates_that_cannot_be_used_are_refused(tokenizer, tmp_path, smollm2):
-    with pytest.raises(ValueError, match="TRL knows no training form"):
-        training_template(tokenizer, None)
+    assert training_template(tokenizer, None) == TEMPLATE.read_text()
+    unknown = type(tokenizer).from_pretrained(smollm2)
+    unknown.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match=r"Neither TRL nor .*templates has a training form"):
+        training_template(unknown, None)
     other = tmp_path / "other.jinja"
     other.write_text(TEMPLATE.read_text().replace("<|im_end|>", "<|endoftext|>"))
     with pytest.raises(ValueError, match="The training template renders"):
@@ -150,6 +155,24 @@ def test_templates_that_cannot_be_used_are_refused(tokenizer, tmp_path, smollm2)
     with pytest.raises(ValueError, match="no chat template, as base models do not"):
         training_template(base, None)
     assert training_template(base, str(TEMPLATE)) == base.chat_template == TEMPLATE.read_text()
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+def test_templates_of_newer_llamas_mark_what_the_assistant_says(name, smollm2, tmp_path):
+    """Their own templates come with TRL; the tokenizer that renders them is SmolLM2's."""
+    llamas = AutoTokenizer.from_pretrained(smollm2)
+    llamas.add_special_tokens(
+        {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
+    )
+    llamas.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath(f"{name}.jinja").read_text()
+    template = training_template(llamas, None)
+    assert template == (EXAMPLE / "templates" / f"{name}.jinja").read_text()
+    data = load(folder_of([row("OpenThoughts-114k"), row("OpenThoughts2-1M")], tmp_path / "data"))
+    for example, schema in zip(tokenize(data, llamas, template, 512)[0], SCHEMAS, strict=False):
+        said = said_in(example["input_ids"], example["labels"], llamas)
+        assert said == [f"{TURNS[1]}<|eot_id|>", f"{TURNS[3]}<|eot_id|>"]
+        own = llamas.apply_chat_template(to_messages(row(schema), 0), tokenize=False)
+        assert llamas.decode(example["input_ids"]) == own
 
 
 def test_the_demo_data_are_whole_problems(tokenizer, template, tmp_path):
