@@ -84,8 +84,8 @@ def convert(
 
     Weight files are carried byte for byte; run the command again after an interruption and it goes on.
     """
-    from .convert import convert as run
-    from .verify import DTYPES as TORCH_DTYPES
+    from .converter import convert as run
+    from .verifier import DTYPES as TORCH_DTYPES
 
     with _errors():
         reasons = run(
@@ -133,8 +133,8 @@ def verify(
     where no logit moved further than rounding moves one in that dtype, and where greedy decoding took another token
     only if Llama's lead of its own over it was within that. Exit code 0 where all holds, else 1.
     """
-    from .verify import DTYPES as TORCH_DTYPES
-    from .verify import verify as run
+    from .verifier import DTYPES as TORCH_DTYPES
+    from .verifier import verify as run
 
     dtypes = tuple(TORCH_DTYPES[name.value] for name in dict.fromkeys(dtype)) if dtype else None
     if structure_only:

@@ -381,7 +381,7 @@ def large(tmp_path_factory):
 def start():
     """Starts convert() in a process of its own, without importing everything again for each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["conversion_iha"])
+    context.set_forkserver_preload(["conversion_iha.converter"])
     processes = []
 
     def start_one(source, destination, **options):

@@ -1,7 +1,9 @@
 """
-A few steps of training in a ring of CPU processes. Their program in test_context_parallel.py:
+A few steps of training for each case, in a ring of CPU processes. Their program in test_context_parallel.py:
 
-    torchrun --nproc_per_node 2 ring.py FOLDER FIELDS_OF_THE_CONFIG    (as JSON)
+    torchrun --nproc_per_node 2 ring.py FOLDER CASES
+
+CASES are fields of the configuration by name, as JSON; the result, or why it was refused, is in FOLDER/NAME.pt.
 """
 
 import json
@@ -35,13 +37,9 @@ class RingTrainer(WithoutLeaks, Trainer):
     pass
 
 
-def main():
-    folder, fields = Path(sys.argv[1]), json.loads(sys.argv[2])
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    torch.set_num_threads(1)
+def train(folder: Path, fields: dict, processes: int) -> dict:
     more = {}
     if processes > 1:
-        use_cpu_ring()
         wrap = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
         more = {
             "parallelism_config": ParallelismConfig(cp_size=processes),
@@ -71,10 +69,23 @@ def main():
     gradients = Gradients()
     data = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids]
     trainer = RingTrainer(model, args, train_dataset=data, callbacks=[gradients])
+    calls.clear()
     trainer.train()
-    if int(os.environ.get("RANK", 0)) == 0:
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        torch.save({"losses": losses, "gradients": gradients.steps, "calls": calls}, folder / "result.pt")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "gradients": gradients.steps, "calls": list(calls)}
+
+
+def main():
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    use_cpu_ring()
+    for name, fields in cases.items():
+        try:
+            result = train(folder, fields, int(os.environ["WORLD_SIZE"]))
+        except ValueError as error:
+            result = {"refused": str(error)}
+        if os.environ["RANK"] == "0":
+            torch.save(result, folder / f"{name}.pt")
 
 
 if __name__ == "__main__":

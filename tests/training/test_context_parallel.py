@@ -7,46 +7,40 @@ import sys
 from pathlib import Path
 
 import pytest
+import ring
 import torch
-from ring import STEPS, TOKENS
 
 from training_iha.parallel import refuse_leaks
 
-RING = Path(__file__).parent / "ring.py"
+RING = Path(ring.__file__)
+CASES = {
+    "shared": {"num_pseudo_heads": [2, 1, 3]},
+    "interleaved": {"num_pseudo_heads": [2, 1, 3], "rope_phases": "interleaved"},
+    "windows": {"num_pseudo_heads": 2, "sliding_window": 4},
+}
 
 
-def run(folder, processes, **fields):
-    folder.mkdir()
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_ring_computes_what_one_process_does_and_refuses_windows(processes, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), str(RING), str(folder), json.dumps(fields)]
     paths = os.pathsep.join([str(RING.parent), str(RING.parents[1] / "modeling_iha")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, *launcher, str(RING), str(tmp_path), json.dumps(CASES)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    return done, torch.load(folder / "result.pt") if done.returncode == 0 else None
+    assert done.returncode == 0, done.stderr[-4000:]
 
-
-@pytest.mark.parametrize(
-    ("phases", "processes"),
-    [("shared", 2), *(pytest.param("interleaved", processes, marks=pytest.mark.slow) for processes in (2, 4))],
-)
-def test_a_ring_computes_what_one_process_does(phases, processes, tmp_path):
-    fields = {"num_pseudo_heads": [2, 1, 3], "rope_phases": phases}
-    _, alone = run(tmp_path / "alone", 1, **fields)
-    done, together = run(tmp_path / "together", processes, **fields)
-    assert together, done.stderr[-4000:]
-    local = TOKENS // processes
-    assert together["calls"] == [2 * local, local, 3 * local] * STEPS
-    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    for ours, theirs in zip(together["gradients"], alone["gradients"], strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
-
-
-def test_a_ring_refuses_windows(tmp_path):
-    done, _ = run(tmp_path / "windows", 2, num_pseudo_heads=2, sliding_window=4)
-    assert done.returncode != 0
-    assert "Context parallelism does not support attention layers of type ['sliding_attention']" in done.stderr
+    results = {name: torch.load(tmp_path / f"{name}.pt") for name in CASES}
+    refused = results.pop("windows")["refused"]
+    assert "Context parallelism does not support attention layers of type ['sliding_attention']" in refused
+    local = ring.TOKENS // processes
+    for case, together in results.items():
+        alone = ring.train(tmp_path, CASES[case], 1)
+        assert together["calls"] == [2 * local, local, 3 * local] * ring.STEPS
+        assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        for ours, theirs in zip(together["gradients"], alone["gradients"], strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, gradient in theirs.items():
+                assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), (case, name)
 
 
 @pytest.mark.parametrize(

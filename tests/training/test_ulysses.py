@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ulysses import TOKENS
+from ulysses import TOKENS, train, untrained
 
 from configuration_iha import flop_matched_schedule
 
@@ -40,11 +40,9 @@ CASES = {
 }
 
 
-def launch(folder, processes, stage, **cases):
-    command = [sys.executable]
-    if processes > 1:
-        (folder / "config.yaml").write_text(CONFIG.format(processes=processes, stage=stage))
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(folder / "config.yaml")]
+def launch(folder, processes, stage, cases):
+    (folder / "config.yaml").write_text(CONFIG.format(processes=processes, stage=stage))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "config.yaml")]
     command += [str(PROGRAM), str(folder)] + [json.dumps({"name": name, **case}) for name, case in cases.items()]
     paths = os.pathsep.join([str(PROGRAM.parent), str(PROGRAM.parents[1] / "modeling_iha")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
@@ -52,35 +50,36 @@ def launch(folder, processes, stage, **cases):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What all cases gave with some number of processes: starting them takes most of the time."""
+def alone(tmp_path_factory):
+    """What one process computes."""
+    folder = tmp_path_factory.mktemp("alone")
 
     @functools.cache
-    def of(processes, stage):
-        folder = tmp_path_factory.mktemp(f"processes-{processes}")
-        done = launch(folder, processes, stage, **CASES)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return {name: torch.load(folder / f"{name}.pt") for name in CASES}
+    def of(case):
+        fields = {**CASES[case]}
+        return train(folder, untrained(fields.pop("fields")), **fields)
 
     return of
 
 
 # 4 processes are more than the 2 key heads. ZeRO's stages add up gradients in different ways.
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "stage"), [(2, 2), (4, 3)])
-@pytest.mark.parametrize("case", CASES)
-def test_processes_that_share_rows_compute_what_one_does(case, processes, stage, results):
-    together, alone = results(processes, stage)[case], results(1, None)[case]
-    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    for ours, theirs in zip(together["gradients"], alone["gradients"], strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            assert gradient.abs().max() > 0, name
-            assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+@pytest.mark.parametrize(("processes", "stage", "cases"), [(2, 2, CASES), (4, 3, ("interleaved", "packed hybrid"))])
+def test_processes_that_share_rows_compute_what_one_does(processes, stage, cases, alone, tmp_path):
+    done = launch(tmp_path, processes, stage, {name: CASES[name] for name in cases})
+    assert done.returncode == 0, done.stderr[-4000:]
+    for case in cases:
+        together, expected = torch.load(tmp_path / f"{case}.pt"), alone(case)
+        assert together["losses"] == pytest.approx(expected["losses"], rel=1e-5), case
+        for ours, theirs in zip(together["gradients"], expected["gradients"], strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, gradient in theirs.items():
+                assert gradient.abs().max() > 0, (case, name)
+                assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), (case, name)
 
 
 @pytest.mark.slow
 def test_deepspeeds_own_attention_is_refused(tmp_path):
-    done = launch(tmp_path, 2, 2, plain={"fields": HYBRID, "plain": True})
+    done = launch(tmp_path, 2, 2, {"plain": {"fields": HYBRID, "plain": True}})
     assert done.returncode != 0
     assert "DeepSpeed has replaced attn_implementation='sdpa' for sp_size > 1" in done.stderr

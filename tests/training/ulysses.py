@@ -87,6 +87,7 @@ def train(folder: Path, model: IHAForCausalLM, rows: str = "whole", plain: bool 
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        use_cpu=not IS_SPREAD,  # DeepSpeed goes its own way on CPUs
         seed=0,
         ddp_backend="gloo" if IS_SPREAD else None,  # without it Accelerate has one process on a CPU under DeepSpeed
     )

@@ -1,18 +1,19 @@
 """The example as people run it: a real process on the demo's data, killed and resumed."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
-from runs import assert_same_run, curve, finish, kill_after, run, weights
+from runs import assert_same_run, curve, kill_after, run, run_here, weights
 from sft import BATCH, EXAMPLE, STEPS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def test_help_lists_the_recipe_and_sftconfig():
-    text = run([sys.executable, EXAMPLE / "train.py", "--help"])
+def test_help_lists_the_recipe_and_sftconfig(capsys):
+    with pytest.raises(SystemExit):
+        run_here([sys.executable, EXAMPLE / "train.py", "--help"])
+    text = capsys.readouterr().out
     assert "--mixing_learning_rate" in text and "--gradient_accumulation_steps" in text
 
 
@@ -39,7 +40,7 @@ def test_a_run_trains_evaluates_logs_and_leaves_a_folder_that_loads(whole_run, t
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_tensors="pt"
     )
     assert model.generate(**ids, max_new_tokens=4).shape[1] == ids["input_ids"].shape[1] + 4
-    subprocess.run([sys.executable, EXAMPLE / "plot.py", whole_run], check=True)
+    run_here([sys.executable, EXAMPLE / "plot.py", whole_run])
     assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -60,9 +61,8 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole_run, command, tmp_path):
 
 def test_another_recipe_does_not_go_on_in_the_same_folder(whole_run, command):
     before = (whole_run / "results.json").read_bytes()
-    refused = finish(command(whole_run, "--mixing_learning_rate", "0.5"))
-    assert refused.returncode != 0
-    assert "holds a run with mixing_learning_rate=0.001, not 0.5. Name another output_dir" in refused.stderr
+    with pytest.raises(ValueError, match=r"holds a run with mixing_learning_rate=0\.001, not 0\.5\. Name another"):
+        run_here(command(whole_run, "--mixing_learning_rate", "0.5"))
     assert (whole_run / "results.json").read_bytes() == before
 
 
