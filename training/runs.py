@@ -67,14 +67,15 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
     Trains from the last whole checkpoint in `output_dir`, if there is one; evaluates before the first step and after
     the last; leaves the model, whatever its sharding, as a plain folder, and `results.json` with the whole log. From
     the first step on the folder holds `recipe.json`, tokenizer, configuration and code: with them a checkpoint is a
-    model. With `push_to_hub` all this, but no checkpoints, goes to the Hub at the end.
+    model. With `push_to_hub` all this, but no checkpoints, goes to the Hub at the end. A finished run stays as it is.
 
     Args:
         recipe: JSON values that decide the steps, beside those of `DECIDING`.
         examples: counts for `results.json`.
 
     Raises:
-        ValueError: the run in `output_dir` is another, or cannot be gone on with (`checkpoints.check_can_go_on`).
+        ValueError: the run in `output_dir` is another, cannot be gone on with (`checkpoints.check_can_go_on`), or is
+            finished and is to be pushed.
     """
     config, folder = trainer.args, Path(trainer.args.output_dir)
     refuse_unheeded(config, {"save_only_model": "an interrupted run could not go on"})
@@ -82,6 +83,11 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
     if len(set(found := gather_object([checkpoint]))) > 1:
         raise ValueError(f"output_dir={str(folder)!r} must be one folder for all machines: they find {found} there.")
     deciding = _check_same_run(trainer, recipe)
+    if (folder / "results.json").exists():
+        logger.warning(f"{folder} holds this run, finished: nothing is left to train.")
+        if config.push_to_hub:
+            raise ValueError(f"push_to_hub=True: push what is there, hf upload NAME {folder} . --exclude 'checkpoint-*'")
+        return
     if checkpoint:
         check_can_go_on(checkpoint, trainer)
         logger.warning(f"Going on from {checkpoint}.")

@@ -3,12 +3,15 @@
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import is_peft_model
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from .card import model_card
 from .mixing import give_own_rate
 from .monitor import distances, gradient_norm
 from .parallel import WithoutLeaks
@@ -47,6 +50,12 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
             give_own_rate(self.optimizer, self.model if model is None else model, self.mixing_learning_rate)
         return self.optimizer
 
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # the last checkpoint's: the Trainer would make one more step
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # trainer_state.json comes next, and marks a whole checkpoint
@@ -54,6 +63,17 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
     def training_step(self, model, inputs, *args, **kwargs):
         self.progress.count(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def create_model_card(self, model_name=None, **kwargs):
+        if self.is_world_process_zero():
+            base, folder = self.model.config._name_or_path, Path(self.args.output_dir)
+            card = model_card(
+                self.hub_model_id or folder.name,
+                self.model.config,
+                None if not base or Path(base).exists() else base,
+                is_peft_model(self.model),
+            )
+            card.save(folder / "README.md")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -38,6 +38,7 @@ def test_a_pushed_model_loads_by_its_name_with_the_code_it_brings(hub, command, 
     pushed = hub.commits["tester/tuned"][-1]
     assert {"config.json", "modeling_iha.py", "tokenizer.json", "results.json", "README.md"} <= pushed.keys()
     assert not any(name.startswith("checkpoint-") for name in pushed)
+    assert 'from_pretrained("tester/tuned", trust_remote_code=True)' in hub.read("tester/tuned", "README.md").decode()
     ours, module = logits(PLAIN, "tester/tuned", tmp_path, hub.environment(tmp_path / "another"))
     assert module.startswith("transformers_modules.")
     with torch.no_grad():
@@ -57,6 +58,8 @@ def test_a_pushed_adapter_finds_its_model_on_the_hub(hub, command, tiny_iha, tmp
     assert torch.equal(ours, local)
     base, _ = logits(PLAIN, "tester/tiny", tmp_path, mine)
     assert not torch.equal(ours, base)
+    again = finish(command(tmp_path / "run", *adapter), mine)
+    assert again.returncode != 0 and "push what is there, hf upload" in again.stderr
 
 
 def test_an_adapter_that_would_name_a_folder_is_not_pushed(hub, command, tmp_path):

@@ -66,6 +66,20 @@ def test_another_recipe_does_not_go_on_in_the_same_folder(whole_run, command):
     assert (whole_run / "results.json").read_bytes() == before
 
 
+def test_a_run_that_ended_within_an_epoch_stays_as_it_is(command, tmp_path):
+    folder = tmp_path / "run"
+    again = command(folder, "--max_steps", "1", "--save_steps", "1")
+    run_here(again)
+    names = ("model.safetensors", "results.json")
+    before = {name: (folder / name).read_bytes() for name in names}
+    run_here(again)
+    assert {name: (folder / name).read_bytes() for name in names} == before
+    (folder / "results.json").unlink()  # as if it had been killed between its last checkpoint and its end
+    run_here(again)
+    assert (folder / "model.safetensors").read_bytes() == before["model.safetensors"]
+    assert json.loads((folder / "results.json").read_text())["steps"] == 1
+
+
 @pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_whole_batch(whole_run, command, tmp_path):
     batch = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", str(BATCH))
