@@ -59,6 +59,11 @@ def convert(
     num_pseudo_heads: Annotated[
         str, typer.Option("--num-pseudo-heads", "-p", help="P: one number, or one per layer: 2,2,1,2.")
     ] = "2",
+    schedule: Annotated[
+        Schedule,
+        typer.Option(help="All layers full, or the paper's hybrid for --length; its windows change the function."),
+    ] = Schedule.full,
+    length: Annotated[int | None, typer.Option(min=1, help="N of the hybrid schedule, in tokens.")] = None,
     rope_phases: Annotated[
         RopePhases, typer.Option(help="Position of pseudo-heads; only 'shared' keeps Llama's function.")
     ] = RopePhases.shared,
@@ -88,10 +93,13 @@ def convert(
     from .verifier import DTYPES as TORCH_DTYPES
 
     with _errors():
+        if (schedule == Schedule.hybrid) != (length is not None):
+            raise ValueError(f"--schedule {schedule} --length {length}: hybrid takes a length, full takes none.")
         reasons = run(
             source,
             destination,
             _parse_counts(num_pseudo_heads),
+            hybrid_length=length,
             rope_phases=rope_phases.value,
             mixing_init=mixing_init.value,
             mixing_init_std=mixing_init_std,
@@ -198,7 +206,10 @@ _ROWS = (
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="Llama or IHA checkpoint, a folder or a Hub id (only its config is read), or a preset."),
+        typer.Argument(
+            help="Llama or IHA checkpoint, a folder or a Hub id (only its config is read), or a preset: "
+            "iha-2.4b, llama-3.1-8b, smollm2-135m."
+        ),
     ],
     length: Annotated[int, typer.Option(min=1, help="N, tokens of a row.")],
     num_pseudo_heads: Annotated[
@@ -223,9 +234,12 @@ def plan(
     all; sequences shared in a ring (context parallelism), or by heads (DeepSpeed's Ulysses) where layers slide; the
     same with weights and optimizer offloaded. Exit code 0 where something fits, else 1.
     """
+    from configuration_iha import PRESETS
     from training_iha import plan_training
 
     with _errors(as_json):
+        if model.endswith(".gguf"):
+            raise ValueError(f"{model}: convert it first, and plan the folder: iha convert {model} FOLDER")
         if write is not None and write.exists():
             raise ValueError(f"--write {write}: exists already. Name another file.")
         config = _planned_config(model, num_pseudo_heads, schedule, length, revision)
@@ -236,6 +250,9 @@ def plan(
         print(json.dumps(result.to_dict(), indent=2))
     else:
         _print_plan(result, write)
+        if schedule == Schedule.hybrid and model not in PRESETS:
+            command = f"iha convert {model} FOLDER --schedule hybrid --length {length} -p {num_pseudo_heads or 2}"
+            print(f"\n# The model is made by {command}. Its windows change what it computes: train it on.")
     raise typer.Exit(0 if result.fits else 1)
 
 

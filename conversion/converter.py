@@ -9,7 +9,7 @@ from safetensors.torch import save
 from transformers import LlamaConfig
 from transformers.utils import logging
 
-from configuration_iha import IHAConfig
+from configuration_iha import IHAConfig, flop_matched_schedule
 from modeling_iha.bundle import AUTO_MAP, write_bundle
 
 from .carry import carry, is_carried, require_room
@@ -37,6 +37,7 @@ def convert(
     destination: str | os.PathLike,
     num_pseudo_heads: int | list[int] = 2,
     *,
+    hybrid_length: int | None = None,
     rope_phases: str = "shared",
     mixing_init: str = "exact",
     mixing_init_std: float = 1.0,
@@ -55,6 +56,8 @@ def convert(
         source: a folder, a .gguf file, or a Hub id.
         destination: the folder to make.
         num_pseudo_heads: P, for all layers or one per layer.
+        hybrid_length: N of the paper's schedule (`flop_matched_schedule`), which takes one P; None leaves every layer
+            full. Sliding layers do not compute what Llama's do: the model is to be trained on.
         rope_phases, mixing_init, mixing_init_std: fields of `IHAConfig`.
         seed: of the random numbers in the mixing tensors.
         revision: branch, tag or commit of a Hub id.
@@ -75,9 +78,15 @@ def convert(
         open_source(source, revision, gguf_dtype, place.scratch) as folder,
     ):
         llama = read_llama(folder)
+        plain = build_config(llama, LlamaConfig)
+        layers = {"num_pseudo_heads": num_pseudo_heads}
+        if hybrid_length is not None:
+            if not isinstance(num_pseudo_heads, int):
+                raise ValueError(f"num_pseudo_heads={num_pseudo_heads} must be one number with hybrid_length.")
+            layers = flop_matched_schedule(plain.num_hidden_layers, hybrid_length, num_pseudo_heads)
         config = IHAConfig.from_llama(
-            build_config(llama, LlamaConfig),
-            num_pseudo_heads,
+            plain,
+            **layers,
             rope_phases=rope_phases,
             mixing_init=mixing_init,
             mixing_init_std=mixing_init_std,

@@ -234,13 +234,17 @@ def _notes(config: IHAConfig, sequence_length: int, layout: Layout, gpus: int) -
     if sequence_length > config.max_position_embeddings:
         notes.append(
             f"{sequence_length} tokens are more than max_position_embeddings={config.max_position_embeddings}: set "
-            "rope_parameters for them."
+            "rope_parameters for them (examples/long_context: rope_theta)."
         )
     if layout.engine == "deepspeed":
         notes.append("DeepSpeed is needed: pip install 'deepspeed>=0.18.2'")
         notes.append("ZeRO-3 saves the model in bfloat16.")
     if layout.sequence_shards > 1:
-        notes.append("Rows are shared by GPUs: train with training_iha.IHATrainer and attn_implementation='sdpa'.")
+        notes.append(
+            "Rows are shared by GPUs: train with training_iha.IHATrainer, as the examples do, and sdpa attention."
+        )
+        whole = " but documents: whole" if layout.engine == "fsdp2" else ""
+        notes.append(f"packing and pad_to_multiple_of are SFT's; examples/long_context takes neither{whole}.")
     if gpus > GPUS_PER_MACHINE:
         notes.append("On each machine: accelerate launch --machine_rank N --main_process_ip FIRST --config_file ...")
     return notes

@@ -86,7 +86,9 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
     if (folder / "results.json").exists():
         logger.warning(f"{folder} holds this run, finished: nothing is left to train.")
         if config.push_to_hub:
-            raise ValueError(f"push_to_hub=True: push what is there, hf upload NAME {folder} . --exclude 'checkpoint-*'")
+            raise ValueError(
+                f"push_to_hub=True: push what is there, hf upload NAME {folder} . --exclude 'checkpoint-*'"
+            )
         return
     if checkpoint:
         check_can_go_on(checkpoint, trainer)

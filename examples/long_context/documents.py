@@ -15,8 +15,10 @@ def load(name: str) -> Dataset:
     The documents of a data set on the Hub, or of a local folder of .parquet, .jsonl or .txt files; a .txt file is one.
 
     Raises:
-        ValueError: there is no column `text`.
+        ValueError: a folder holds no such file, or there is no column `text`.
     """
+    if Path(name).is_dir() and not any(path.suffix in (".parquet", ".jsonl", ".txt") for path in Path(name).iterdir()):
+        raise ValueError(f"{name} holds no .parquet, .jsonl or .txt file.")
     is_text = Path(name).is_dir() and any(Path(name).glob("*.txt"))
     dataset = load_dataset(name, split="train", **({"sample_by": "document"} if is_text else {}))
     if "text" not in dataset.column_names:

@@ -22,10 +22,12 @@ def load(name: str) -> Dataset:
     The rows of one of `NAMES`, of any data set on the Hub, or of a local folder of .parquet, .jsonl or .json files.
 
     Raises:
-        ValueError: there is no column `conversations`.
+        ValueError: a folder holds no such file, or there is no column `conversations`.
     """
     if not Path(name).exists():
         name = NAMES.get(name, name)
+    elif not any(Path(name).glob("*.parquet")) and not any(Path(name).glob("*.json*")):
+        raise ValueError(f"{name} holds no .parquet, .jsonl or .json file.")
     dataset = load_dataset(name, split="train")
     if "conversations" not in dataset.column_names:
         raise ValueError(f"{name} has the columns {dataset.column_names}: 'conversations' must be among them.")

@@ -36,9 +36,10 @@ from transformers import (
     LlamaModel,
 )
 
+from configuration_iha import IHAConfig, flop_matched_schedule
 from conversion_iha import CheckpointError, convert, verify
 from conversion_iha.carry import carry
-from modeling_iha import IHAConfig
+from modeling_iha import IHAForCausalLM
 
 MIXING = "model-mixing.safetensors"
 CARRIED = "model-00001-of-00001.safetensors"
@@ -145,6 +146,19 @@ def test_normal_init_is_reported_as_another_function(tmp_path):
     assert {reason.split(":")[0] for reason in reasons} == read_tensors(tmp_path / "iha").keys() - read_tensors(
         source
     ).keys()
+
+
+def test_the_hybrid_schedule_is_made_and_reported_as_another_function(tmp_path):
+    source = make_llama(tmp_path / "llama", num_hidden_layers=5)
+    reasons = convert(source, tmp_path / "iha", num_pseudo_heads=2, hybrid_length=64)
+    assert reasons == ["layer_types: a sliding layer does not see all that Llama's sees"]
+    config = IHAConfig.from_pretrained(tmp_path / "iha")
+    for name, value in flop_matched_schedule(5, 64, 2).items():
+        assert getattr(config, name) == value, name
+    assert IHAForCausalLM.from_pretrained(tmp_path / "iha").model.layers[0].self_attn.sliding_window == 8
+    with pytest.raises(ValueError, match=r"num_pseudo_heads=\[2, 1\] must be one number with hybrid_length"):
+        convert(source, tmp_path / "other", num_pseudo_heads=[2, 1], hybrid_length=64)
+    assert not (tmp_path / "other").exists()
 
 
 def test_bundle_and_auto_map_are_written(tmp_path):

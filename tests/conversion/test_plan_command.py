@@ -84,6 +84,7 @@ def test_errors_are_one_line(monkeypatch):
         ("smollm2-135m", "--length", 1024, "--memory", 0): "memory_gb=0.0 must be above 0",
         ("smollm2-135m", "--length", 8, "--schedule", "hybrid"): "sequence_length=8 must be at least 4 P^2 = 16",
         ("no/such-model", "--length", 1024): "no/such-model",
+        ("some.gguf", "--length", 1024): "some.gguf: convert it first",
     }
     for arguments, message in refused.items():
         code, stdout, stderr = iha_plan(*arguments)

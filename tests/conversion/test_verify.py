@@ -316,6 +316,8 @@ def iha(*arguments, **environment) -> tuple[int, str, str]:
 OPTIONS = {
     "convert": {
         "--num-pseudo-heads",
+        "--schedule",
+        "--length",
         "--rope-phases",
         "--mixing-init",
         "--mixing-init-std",
