@@ -82,11 +82,21 @@ class IHAAttention(LlamaAttention):
         query = self._pseudo_heads(q_mix, query, offsets)
         if tokens == 1 and self.num_pseudo_heads > 1 and isinstance(cache, Cache) and self.is_causal:
             own_key = query_offset - key_offset
+            is_eager = self.config._attn_implementation == "eager"
             output, weights = absorbed_attention(
-                k_mix, v_mix, query, key, value, attention_mask, own_key, self.scaling, tuple(offsets), dropout
+                k_mix,
+                v_mix,
+                query,
+                key,
+                value,
+                attention_mask,
+                own_key,
+                self.scaling,
+                tuple(offsets),
+                dropout,
+                is_eager,
             )
-            if self.config._attn_implementation != "eager":
-                weights = None
+            weights = weights.permute(0, 2, 1, 4, 3).flatten(-2) if is_eager else None
         else:
             output, weights = virtual_attention(
                 self,

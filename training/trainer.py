@@ -51,9 +51,8 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
         return self.optimizer
 
     def _run_epoch(self, *args, **kwargs):
-        if (
-            self.state.global_step >= self.state.max_steps
-        ):  # the last checkpoint's: the Trainer would make one more step
+        # A checkpoint of the last step, gone on with: the Trainer would make one more.
+        if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
