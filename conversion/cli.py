@@ -61,7 +61,7 @@ def convert(
     ] = "2",
     schedule: Annotated[
         Schedule,
-        typer.Option(help="All layers full, or the paper's hybrid for --length; its windows change the function."),
+        typer.Option(help="All layers full, or the paper's hybrid, whose windows change the function."),
     ] = Schedule.full,
     length: Annotated[int | None, typer.Option(min=1, help="N of the hybrid schedule, in tokens.")] = None,
     rope_phases: Annotated[

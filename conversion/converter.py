@@ -72,6 +72,8 @@ def convert(
         CheckpointError: the source is not a whole Llama checkpoint, or the destination cannot be written.
         ValueError: a field of the configuration has a value that is not allowed.
     """
+    if hybrid_length is not None and not isinstance(num_pseudo_heads, int):
+        raise ValueError(f"num_pseudo_heads={num_pseudo_heads} must be one number with hybrid_length.")
     destination = Path(os.path.abspath(destination))
     with (
         workshop(source, destination, overwrite) as place,
@@ -81,8 +83,6 @@ def convert(
         plain = build_config(llama, LlamaConfig)
         layers = {"num_pseudo_heads": num_pseudo_heads}
         if hybrid_length is not None:
-            if not isinstance(num_pseudo_heads, int):
-                raise ValueError(f"num_pseudo_heads={num_pseudo_heads} must be one number with hybrid_length.")
             layers = flop_matched_schedule(plain.num_hidden_layers, hybrid_length, num_pseudo_heads)
         config = IHAConfig.from_llama(
             plain,

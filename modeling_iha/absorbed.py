@@ -61,7 +61,7 @@ def absorbed_attention(
     turns = turned.shape[1]
     logits = turned.reshape(batch, 1, -1, head_dim) @ key.transpose(-1, -2)  # against raw keys
     logits = logits.view(batch, groups, turns, -1, keys).permute(0, 3, 2, 1, 4)  # [B, P H, 1 or P (j), G, K]
-    logits = (k_mix.view(-1, turns, size // turns, groups) * scaling) @ logits
+    logits = (k_mix.view(-1, turns, size // turns, groups) @ logits).mul_(scaling)
     logits = logits.view(batch, size, heads, size, keys)  # [B, P (i), H, P (j), K]
 
     if mask is not None:
@@ -69,13 +69,14 @@ def absorbed_attention(
         logits = logits.masked_fill(~mask, hidden(logits.dtype)) if mask.dtype == torch.bool else logits + mask
     own = torch.zeros(1, dtype=torch.long, device=query.device) + own_key
     unseen = later_pseudo_heads(size, query.device)[:, None, :, None]
-    logits.index_copy_(-1, own, logits.index_select(-1, own).masked_fill(unseen, hidden(logits.dtype)))
+    own_logits = logits.index_select(-1, own)
+    logits.index_copy_(-1, own, torch.where(unseen, own_logits.clamp(max=hidden(logits.dtype)), own_logits))
 
     at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(-2).softmax(-1, dtype=at_least_float32).to(query.dtype)
     weights = torch.nn.functional.dropout(logits, dropout, training=dropout > 0).view(batch, size, heads, size, keys)
     mixed = v_mix.transpose(-1, -2) @ weights.flatten(1, 2)  # [B, P H, G, K]
-    output = (mixed.transpose(1, 2) @ value).sum(1)
+    output = mixed.flatten(2) @ value.flatten(1, 2)
     return output.view(batch, size, heads, head_dim), weights if needs_weights else None
 
 

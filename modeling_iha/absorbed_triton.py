@@ -3,6 +3,8 @@
 run at the same time, and a second one combines them.
 """
 
+import re
+
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
@@ -88,7 +90,8 @@ def split_length(keys: int, programs: int, multiprocessors: int, block: int) -> 
 
 
 # Opaque to torch.compile: the number of splits must not become a guard on the cache's length.
-@torch.library.custom_op("modeling_iha::absorbed_decode", mutates_args=())
+# Named for this module: where a checkpoint brings its own copy of it, each copy has an operator of its own.
+@torch.library.custom_op(re.sub(r"\W", "_", __name__) + "::absorbed_decode", mutates_args=())
 def _decode(
     k_mix: torch.Tensor,
     v_mix: torch.Tensor,

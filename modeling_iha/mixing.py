@@ -41,7 +41,7 @@ def mix_heads(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         [B, N, heads_out, d], contiguous, in the dtype of `x`. Double backward raises a RuntimeError.
     """
     device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast and x.dtype != torch.float64:  # which autocast leaves alone
         x = x.to(torch.get_autocast_dtype(device))  # before the function, whose backward runs without autocast
     batch, tokens, heads_in, head_dim = x.shape

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests use local folders only
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels run on the CPU
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """The card of a trained model: what it is, where it came from, and how it loads."""
 
+from collections.abc import Sequence
+
 from huggingface_hub import ModelCard, ModelCardData
 
 from configuration_iha import IHAConfig
@@ -25,15 +27,29 @@ Where modeling-iha is installed, `import modeling_iha` takes the place of `trust
 """
 
 
-def model_card(name: str, config: IHAConfig, base_model: str | None, is_adapter: bool) -> ModelCard:
+def model_card(
+    name: str,
+    config: IHAConfig,
+    base_model: str | None,
+    is_adapter: bool,
+    dataset: str | None = None,
+    tags: Sequence[str] = (),
+) -> ModelCard:
     """
     Args:
         name: what loads it, a Hub id or a folder's name.
         base_model: the Hub id that it was trained from, or None for a folder.
         is_adapter: whether it holds PEFT's adapter and not the whole model.
+        dataset, tags: more for the card's metadata.
     """
     library = "peft" if is_adapter else "transformers"
-    data = ModelCardData(base_model=base_model, library_name=library, pipeline_tag="text-generation", tags=["iha"])
+    data = ModelCardData(
+        base_model=base_model,
+        datasets=dataset,
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=["iha", *tags],
+    )
     sizes = config.num_pseudo_heads
     return ModelCard(
         TEXT.format(

@@ -243,8 +243,8 @@ def _notes(config: IHAConfig, sequence_length: int, layout: Layout, gpus: int) -
         notes.append(
             "Rows are shared by GPUs: train with training_iha.IHATrainer, as the examples do, and sdpa attention."
         )
-        whole = " but documents: whole" if layout.engine == "fsdp2" else ""
-        notes.append(f"packing and pad_to_multiple_of are SFT's; examples/long_context takes neither{whole}.")
+        whole = ", and set documents: whole" if layout.engine == "fsdp2" else ""
+        notes.append(f"packing and pad_to_multiple_of are SFT's; for examples/long_context leave both out{whole}.")
     if gpus > GPUS_PER_MACHINE:
         notes.append("On each machine: accelerate launch --machine_rank N --main_process_ip FIRST --config_file ...")
     return notes

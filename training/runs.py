@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from accelerate.utils import gather_object, is_peft_model
+from huggingface_hub import HfApi
 from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
@@ -60,6 +61,8 @@ def refuse_unheeded(config: TrainingArguments, instead: dict[str, str]):
     for name, advice in instead.items():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)!r} must be left out: {advice}.")
+    if config.push_to_hub and config.hub_strategy != "end":
+        raise ValueError(f"hub_strategy={str(config.hub_strategy)!r} must be 'end': a checkpoint alone need not load.")
 
 
 def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
@@ -74,21 +77,19 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
         examples: counts for `results.json`.
 
     Raises:
-        ValueError: the run in `output_dir` is another, cannot be gone on with (`checkpoints.check_can_go_on`), or is
-            finished and is to be pushed.
+        ValueError: the run in `output_dir` is another, or cannot be gone on with (`checkpoints.check_can_go_on`).
     """
     config, folder = trainer.args, Path(trainer.args.output_dir)
     refuse_unheeded(config, {"save_only_model": "an interrupted run could not go on"})
-    checkpoint = last_complete_checkpoint(folder)
-    if len(set(found := gather_object([checkpoint]))) > 1:
+    checkpoint, is_finished = last_complete_checkpoint(folder), (folder / "results.json").exists()
+    if len(set(found := gather_object([(checkpoint, is_finished)]))) > 1:
         raise ValueError(f"output_dir={str(folder)!r} must be one folder for all machines: they find {found} there.")
+    if is_finished and not (folder / "recipe.json").exists():
+        raise ValueError(f"output_dir={str(folder)!r} holds the results.json of something else: name another folder.")
     deciding = _check_same_run(trainer, recipe)
-    if (folder / "results.json").exists():
+    if is_finished:
         logger.warning(f"{folder} holds this run, finished: nothing is left to train.")
-        if config.push_to_hub:
-            raise ValueError(
-                f"push_to_hub=True: push what is there, hf upload NAME {folder} . --exclude 'checkpoint-*'"
-            )
+        _push(trainer)
         return
     if checkpoint:
         check_can_go_on(checkpoint, trainer)
@@ -112,13 +113,26 @@ def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if trainer.is_deepspeed_enabled and config.bf16 and is_deepspeed_zero3_enabled():
         logger.warning("ZeRO-3 saves the model in bfloat16, the mixing tensors too.")
-    trainer.save_model(_internal_call=True)  # without a push: the results are to come with it
+    trainer.save_model(_internal_call=True)  # without a push, which comes last
     trainer.save_state()
     if trainer.is_world_process_zero():
         results = {"recipe": recipe, "examples": examples, "steps": state.global_step, "log": state.log_history}
         _write_json(folder / "results.json", results)
-    if config.push_to_hub:
-        trainer.push_to_hub()
+    _push(trainer)
+
+
+def _push(trainer: IHATrainer):
+    """Pushes the folder as it is, where that is asked for. (The Trainer's own push would save all once more.)"""
+    config = trainer.args
+    if config.push_to_hub and trainer.is_world_process_zero():
+        trainer.create_model_card()
+        HfApi(token=config.hub_token).upload_folder(
+            repo_id=trainer.hub_model_id,
+            folder_path=config.output_dir,
+            ignore_patterns=["_*", "checkpoint-*"],
+            revision=config.hub_revision,
+            commit_message="End of training",
+        )
 
 
 def _check_same_run(trainer: IHATrainer, recipe: dict) -> dict:

@@ -65,14 +65,16 @@ class IHATrainer(WithoutLeaks, SFTTrainer):
         self.progress.count(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
-    def create_model_card(self, model_name=None, **kwargs):
+    def create_model_card(self, model_name=None, dataset_name=None, tags=()):
         if self.is_world_process_zero():
-            base, folder = self.model.config._name_or_path, Path(self.args.output_dir)
+            base, folder = self.model.config._name_or_path, Path(self.args.output_dir).absolute()
             card = model_card(
                 self.hub_model_id or folder.name,
                 self.model.config,
                 None if not base or Path(base).exists() else base,
                 is_peft_model(self.model),
+                dataset_name,
+                [tags] if isinstance(tags, str) else tags or [],
             )
             card.save(folder / "README.md")
 

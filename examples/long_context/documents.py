@@ -17,9 +17,10 @@ def load(name: str) -> Dataset:
     Raises:
         ValueError: a folder holds no such file, or there is no column `text`.
     """
-    if Path(name).is_dir() and not any(path.suffix in (".parquet", ".jsonl", ".txt") for path in Path(name).iterdir()):
+    suffixes = {suffix for path in Path(name).rglob("*") for suffix in path.suffixes}
+    if Path(name).is_dir() and not suffixes & {".parquet", ".jsonl", ".json", ".txt"}:
         raise ValueError(f"{name} holds no .parquet, .jsonl or .txt file.")
-    is_text = Path(name).is_dir() and any(Path(name).glob("*.txt"))
+    is_text = ".txt" in suffixes
     dataset = load_dataset(name, split="train", **({"sample_by": "document"} if is_text else {}))
     if "text" not in dataset.column_names:
         raise ValueError(f"{name} has the columns {dataset.column_names}: 'text' must be among them.")

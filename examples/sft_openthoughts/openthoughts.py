@@ -9,6 +9,7 @@ OpenThoughts data, or a local folder of the same schema, as token ids and labels
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 NAMES = {name: f"open-thoughts/{name}" for name in ("OpenThoughts-114k", "OpenThoughts2-1M", "OpenThoughts3-1.2M")}
@@ -26,7 +27,7 @@ def load(name: str) -> Dataset:
     """
     if not Path(name).exists():
         name = NAMES.get(name, name)
-    elif not any(Path(name).glob("*.parquet")) and not any(Path(name).glob("*.json*")):
+    elif not any(Path(name).rglob("*.parquet")) and not any(Path(name).rglob("*.json*")):
         raise ValueError(f"{name} holds no .parquet, .jsonl or .json file.")
     dataset = load_dataset(name, split="train")
     if "conversations" not in dataset.column_names:
@@ -98,10 +99,11 @@ def _difference(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str,
         {"role": role, "content": f"{role} speaks\n"} for role in ("system", "user", "assistant", "user", "assistant")
     ]
     for messages in (turns, turns[1:]):
-        rendered, own = (
-            tokenizer.apply_chat_template(messages, chat_template=it, tokenize=False)
-            for it in (template, tokenizer.chat_template)
-        )
+        try:
+            own = tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError:  # some take no system prompt
+            continue
+        rendered = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         if rendered != own:
             return rendered, own
     return None

@@ -33,7 +33,7 @@ class Recipe:
     mixing_learning_rate: float = field(default=1e-3, metadata={"help": "peak rate of the mixing tensors"})
     eval_examples: int = field(default=0, metadata={"help": "examples kept from training for the evaluations"})
     training_template: str | None = field(
-        default=None, metadata={"help": "chat template file with generation marks, where TRL knows none"}
+        default=None, metadata={"help": "chat template with generation marks, where neither TRL nor templates/ has it"}
     )
     dtype: str = field(default="float32", metadata={"help": "of the weights; bf16: true computes in bfloat16 anyway"})
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, or flash_attention_2 on a GPU"})
@@ -75,7 +75,7 @@ def main():
         mixing_learning_rate=recipe.mixing_learning_rate,
     )
     examples = {"train": len(dataset), "eval": recipe.eval_examples, "left out as too long": too_long}
-    run(trainer, asdict(recipe), examples)
+    run(trainer, {**asdict(recipe), "training_template": template}, examples)
 
 
 def check(recipe: Recipe, config: SFTConfig):

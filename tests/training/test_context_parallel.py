@@ -34,6 +34,7 @@ def test_a_ring_computes_what_one_process_does_and_refuses_windows(processes, tm
     assert "Context parallelism does not support attention layers of type ['sliding_attention']" in refused
     local = ring.TOKENS // processes
     for case, together in results.items():
+        assert "refused" not in together, together
         alone = ring.train(tmp_path, CASES[case], 1)
         assert together["calls"] == [2 * local, local, 3 * local] * ring.STEPS
         assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
