@@ -3,7 +3,8 @@ A few steps of training for each case, in a ring of CPU processes. Their program
 
     torchrun --nproc_per_node 2 ring.py FOLDER CASES
 
-CASES are fields of the configuration by name, as JSON; the result, or why it was refused, is in FOLDER/NAME.pt.
+CASES are fields of the configuration by name, as JSON, and maybe "packed": two documents in each row. The result, or
+why it was refused, is in FOLDER/NAME.pt.
 """
 
 import json
@@ -38,6 +39,8 @@ class RingTrainer(WithoutLeaks, Trainer):
 
 
 def train(folder: Path, fields: dict, processes: int) -> dict:
+    fields = dict(fields)
+    is_packed = fields.pop("packed", False)
     more = {}
     if processes > 1:
         wrap = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
@@ -68,6 +71,9 @@ def train(folder: Path, fields: dict, processes: int) -> dict:
     ids = torch.randint(1, 128, (8, TOKENS), generator=torch.Generator().manual_seed(1))
     gradients = Gradients()
     data = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids]
+    if is_packed:
+        for row in data:
+            row["position_ids"] = torch.arange(TOKENS) % (TOKENS // 2)
     trainer = RingTrainer(model, args, train_dataset=data, callbacks=[gradients])
     calls.clear()
     trainer.train()

@@ -17,11 +17,12 @@ CASES = {
     "shared": {"num_pseudo_heads": [2, 1, 3]},
     "interleaved": {"num_pseudo_heads": [2, 1, 3], "rope_phases": "interleaved"},
     "windows": {"num_pseudo_heads": 2, "sliding_window": 4},
+    "documents": {"num_pseudo_heads": 2, "packed": True},
 }
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_ring_computes_what_one_process_does_and_refuses_windows(processes, tmp_path):
+@pytest.mark.parametrize("processes", [4])
+def test_a_ring_computes_what_one_process_does_or_refuses(processes, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     paths = os.pathsep.join([str(RING.parent), str(RING.parents[1] / "modeling_iha")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -32,6 +33,7 @@ def test_a_ring_computes_what_one_process_does_and_refuses_windows(processes, tm
     results = {name: torch.load(tmp_path / f"{name}.pt") for name in CASES}
     refused = results.pop("windows")["refused"]
     assert "Context parallelism does not support attention layers of type ['sliding_attention']" in refused
+    assert "position_ids start over within a row: in a ring" in results.pop("documents")["refused"]
     local = ring.TOKENS // processes
     for case, together in results.items():
         assert "refused" not in together, together

@@ -10,7 +10,7 @@ from models import tiny_model
 from trl import SFTConfig
 
 from training_iha import check_choices, refuse_unheeded
-from training_iha.checkpoints import form_of
+from training_iha.checkpoints import check_can_go_on, form_of
 from training_iha.trainer import _Progress
 from training_iha.ulysses import transformers_attention, whole_rows
 
@@ -69,3 +69,14 @@ def test_eager_attention_is_no_function_that_could_be_replaced():
 def test_rows_of_another_model_cannot_be_spread():
     with pytest.raises(ValueError, match="The model has no layers of IHAAttention"):
         whole_rows(torch.nn.Linear(2, 2), {}, None).__enter__()
+
+
+def test_a_run_that_shares_rows_by_heads_does_not_go_on(tmp_path):
+    class Shared:  # stands in for a Trainer of several processes
+        def get_sp_size(self):
+            return 2
+
+    with pytest.raises(
+        ValueError, match=r"with sp_size=2 Accelerate cannot skip the rows before it\. Remove the folder"
+    ):
+        check_can_go_on(tmp_path, Shared())

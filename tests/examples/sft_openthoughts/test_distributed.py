@@ -15,7 +15,7 @@ def merge(folder, destination):
     return weights(destination)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [4])  # sharded ones are 2 too, below
 def test_processes_are_one(processes, whole_run, command, tmp_path):
     run(command(tmp_path / "ddp", *share(processes), launcher=torchrun(processes)))
     assert_same_run(tmp_path / "ddp", whole_run, 1e-4)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from peft import PeftModel
 from runs import finish, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -55,10 +56,11 @@ def test_a_pushed_adapter_finds_its_model_on_the_hub(hub, command, tiny_iha, tmp
     adapter = (*pushing("tester/adapter"), "--train", "lora", "--model", "tester/tiny")
     run(command(tmp_path / "run", *adapter), mine)
     ours, _ = logits(ADAPTER, "tester/adapter", tmp_path, hub.environment(tmp_path / "another"))
-    local, _ = logits(ADAPTER, str(tmp_path / "run"), tmp_path, mine)
-    assert torch.equal(ours, local)
-    base, _ = logits(PLAIN, "tester/tiny", tmp_path, mine)
-    assert not torch.equal(ours, base)
+    base, ids = AutoModelForCausalLM.from_pretrained(tiny_iha).eval(), torch.arange(1, 33)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        assert torch.equal(ours, PeftModel.from_pretrained(base, tmp_path / "run").eval()(ids).logits)
+    assert not torch.equal(ours, plain)
     before = hub.commits.pop("tester/adapter")[-1]
     run(command(tmp_path / "run", *adapter), mine)  # a finished run is pushed as it is
     pushed = hub.commits["tester/adapter"][-1]
