@@ -54,7 +54,7 @@ def attention() -> Iterator[dict]:
     heads, groups, width = 9, 3, layer.head_dim
     states = [torch.randn(1, tokens, count, width, requires_grad=True) for count in (heads, groups, groups)]
     for name, x in zip(("q_proj", "k_proj", "v_proj"), states, strict=True):
-        setattr(layer, name, Given(x))
+        setattr(layer, name, peers.Given(x))
     layer.o_proj = nn.Identity()
     tables = model.rotary_emb(states[0], torch.arange(tokens)[None])[str(P)]
     x = torch.randn(1, tokens, 1)
@@ -95,17 +95,6 @@ def attention() -> Iterator[dict]:
     yield timed(
         "forward and backward, times faster than einsum, is_causal", both["layer"], both["einsum, is_causal"], "", True
     )
-
-
-class Given(nn.Module):
-    """A projection whose result is there already."""
-
-    def __init__(self, result: torch.Tensor):
-        super().__init__()
-        self.result = [result]
-
-    def forward(self, _):
-        return self.result[0]
 
 
 def mixing_memory() -> Iterator[dict]:

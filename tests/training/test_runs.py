@@ -32,6 +32,11 @@ def test_what_is_not_heeded_is_refused(tmp_path):
     refuse_unheeded(config, {"packing": "never"})
     with pytest.raises(ValueError, match="save_only_model=True must be left out: an interrupted run could not go on"):
         refuse_unheeded(config, {"save_only_model": "an interrupted run could not go on"})
+    pushing = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, push_to_hub=True)
+    with pytest.raises(ValueError, match="hub_strategy='every_save' must be 'end'"):
+        refuse_unheeded(pushing, {})
+    pushing.hub_strategy = "end"
+    refuse_unheeded(pushing, {})
 
 
 @pytest.mark.parametrize(
