@@ -62,7 +62,9 @@ def refuse_unheeded(config: TrainingArguments, instead: dict[str, str]):
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)!r} must be left out: {advice}.")
     if config.push_to_hub and config.hub_strategy != "end":
-        raise ValueError(f"hub_strategy={config.hub_strategy.value!r} must be 'end': a checkpoint alone need not load.")
+        raise ValueError(
+            f"hub_strategy={config.hub_strategy.value!r} must be 'end': a checkpoint alone need not load."
+        )
 
 
 def run(trainer: IHATrainer, recipe: dict, examples: dict[str, int]) -> None:
