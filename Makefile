@@ -10,8 +10,8 @@
 
 PYTHON ?= python3
 MODEL ?=
-# Threads that wait without spinning: on a busy machine spinning ones cost more than they win.
-export OMP_WAIT_POLICY ?= PASSIVE
+# Two test processes share the cores: one thread each, that waits without spinning.
+THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
 .PHONY: demo train-demo test test-oldest bench tables figure gpu-check clean
 
@@ -24,10 +24,10 @@ train-demo: .venv/installed
 test: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
+	$(THREADS) .venv/bin/python -m pytest -n 2 --dist worksteal
 
 test-oldest: .venv-oldest/installed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(THREADS) .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 bench: .venv/installed
 	.venv/bin/python benchmarks/speed.py

@@ -71,7 +71,8 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def later_pseudo_heads(num_pseudo_heads: int, device: torch.device) -> torch.Tensor:
     """[P, P] bool, True where pseudo-key j comes after pseudo-query i."""
-    return torch.ones(num_pseudo_heads, num_pseudo_heads, dtype=torch.bool, device=device).triu(1)
+    order = torch.arange(num_pseudo_heads, device=device)
+    return order > order[:, None]
 
 
 def hidden(dtype: torch.dtype) -> bool | float:
