@@ -5,7 +5,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 
 
@@ -26,15 +25,3 @@ def seconds(functions: dict[str, Callable], rounds: int) -> dict[str, list[float
 def ratio(ours: list[float], theirs: list[float]) -> float:
     """Median of the rounds' ratios."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
-
-
-def peak_bytes(function: Callable) -> int:
-    """The most that torch has allocated on the CPU during a call, above what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
-    peak = now = 0
-    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events):
-        now += size
-        peak = max(peak, now)
-    return peak

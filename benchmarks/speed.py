@@ -17,12 +17,13 @@ from pathlib import Path
 import peers
 import torch
 from results_file import write
-from side_by_side import peak_bytes, ratio, seconds
+from side_by_side import ratio, seconds
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaModel
 from transformers.utils import logging
 
 from conversion_iha.source import open_source
+from conversion_iha.speed import peak_bytes
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, flop_matched_schedule
 from modeling_iha.mixing import mix_heads
 

@@ -114,6 +114,16 @@ class IHAConfig(LlamaConfig):
         architectures = [name.replace("Llama", "IHA", 1) for name in llama_config.architectures or []] or None
         return cls(**{**llama_fields, "architectures": architectures, "num_pseudo_heads": num_pseudo_heads, **fields})
 
+    def to_llama(self) -> LlamaConfig:
+        """The configuration of the Llama model whose weights these are, but for the mixing tensors."""
+        fields = {
+            name: value
+            for name, value in self.to_dict().items()
+            if name not in ("model_type", "architectures", "auto_map", *IHAConfig.__annotations__)
+        }
+        architectures = [name.replace("IHA", "Llama", 1) for name in self.architectures or []] or None
+        return LlamaConfig(**{**fields, "architectures": architectures})
+
     def _validate_iha(self):
         self.validate_architecture()
         heads, groups = self.num_attention_heads, self.num_key_value_heads

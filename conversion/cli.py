@@ -1,8 +1,10 @@
-"""The command line: `iha convert`, `iha verify`, `iha plan`, `iha serve`."""
+"""The command line: `iha convert`, `iha verify`, `iha plan`, `iha bench`, `iha serve`."""
 
 import json
+import os
 import sys
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 app = typer.Typer(
-    help="Interleaved Head Attention: convert Llama checkpoints, prove that they compute the same, plan training.",
+    help="Interleaved Head Attention: convert Llama checkpoints, prove that they compute the same, plan and measure.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -49,7 +51,37 @@ REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a H
 IN_WHICH_DTYPE = "In which dtype to run both models on prompts; may be given several times."
 FLOAT32 = "float32; none for classifiers and without a tokenizer"
 NEW_TOKENS = Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt.")]
-DEVICE = Annotated[str, typer.Option(help="Where the models run: cpu, cuda, ...")]
+
+
+def _check_device(device: str | None) -> str | None:
+    if device is not None and device != "cpu":
+        import torch
+
+        try:
+            torch.empty(1, device=device).zero_()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0]
+            raise typer.BadParameter(f"{device!r} must be a device that PyTorch has here, or cpu: {reason}") from error
+    return device
+
+
+DEVICE = Annotated[str, typer.Option(help="Where the models run: cpu, cuda, ...", callback=_check_device)]
+MODEL = Annotated[
+    str,
+    typer.Argument(
+        help="Llama or IHA checkpoint, a folder or a Hub id (only its config is read), or a preset: "
+        "iha-2.4b, llama-3.1-8b, smollm2-135m."
+    ),
+]
+COUNT = Annotated[
+    int | None,
+    typer.Option("--num-pseudo-heads", "-p", min=1, help="P of a Llama model's layers.", show_default="2"),
+]
+SCHEDULE = Annotated[
+    Schedule | None,
+    typer.Option(help="Its layers: all full, or the paper's hybrid for this length.", show_default="full"),
+]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command()
@@ -131,7 +163,7 @@ def verify(
     new_tokens: NEW_TOKENS = 64,
     device: DEVICE = "cpu",
     revision: REVISION = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """
     Check that an IHA folder computes what its Llama source computes.
@@ -204,28 +236,16 @@ _ROWS = (
 
 @app.command()
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Llama or IHA checkpoint, a folder or a Hub id (only its config is read), or a preset: "
-            "iha-2.4b, llama-3.1-8b, smollm2-135m."
-        ),
-    ],
+    model: MODEL,
     length: Annotated[int, typer.Option(min=1, help="N, tokens of a row.")],
-    num_pseudo_heads: Annotated[
-        int | None,
-        typer.Option("--num-pseudo-heads", "-p", min=1, help="P of a Llama model's layers.", show_default="2"),
-    ] = None,
-    schedule: Annotated[
-        Schedule | None,
-        typer.Option(help="Its layers: all full, or the paper's hybrid for this length.", show_default="full"),
-    ] = None,
+    num_pseudo_heads: COUNT = None,
+    schedule: SCHEDULE = None,
     gpus: Annotated[int, typer.Option(min=1, help="How many; above 8, machines of 8.")] = 1,
     memory: Annotated[float, typer.Option(help="Of one GPU, in GB.")] = 80,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time on a GPU, or on a group that shares one.")] = 1,
     write: Annotated[Path | None, typer.Option(help="Where to write the Accelerate configuration.")] = None,
     revision: REVISION = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """
     Plan a training: parameters, FLOPs, memory on a GPU, and how to spread it.
@@ -238,11 +258,9 @@ def plan(
     from training_iha import plan_training
 
     with _errors(as_json):
-        if model.endswith(".gguf"):
-            raise ValueError(f"{model}: convert it first, and plan the folder: iha convert {model} FOLDER")
         if write is not None and write.exists():
             raise ValueError(f"--write {write}: exists already. Name another file.")
-        config = _planned_config(model, num_pseudo_heads, schedule, length, revision)
+        config = _config(model, num_pseudo_heads, schedule, length, revision)
         result = plan_training(config, length, gpus, memory, batch)
         if write is not None and result.fits:
             write.write_text(result.accelerate_yaml(), encoding="utf-8")
@@ -256,12 +274,14 @@ def plan(
     raise typer.Exit(0 if result.fits else 1)
 
 
-def _planned_config(model: str, num_pseudo_heads: int | None, schedule: Schedule | None, length: int, revision):
+def _config(model: str, num_pseudo_heads: int | None, schedule: Schedule | None, length: int, revision):
     from transformers import AutoConfig
 
     import modeling_iha  # noqa: F401  (registers the Auto classes)
     from configuration_iha import PRESETS, IHAConfig, flop_matched_schedule, preset
 
+    if model.endswith(".gguf"):
+        raise ValueError(f"{model}: convert it first, and name the folder: iha convert {model} FOLDER")
     try:
         config = preset(model) if model in PRESETS else AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
@@ -325,6 +345,61 @@ def _print_plan(plan, write: Path | None) -> None:
         print(f"# For accelerate launch --config_file:\n{plan.accelerate_yaml()}", end="")
     else:
         print(f"Written: {write}")
+
+
+@app.command()
+def bench(
+    model: MODEL,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the prompt, and of a row in training.")] = 1024,
+    num_pseudo_heads: COUNT = None,
+    schedule: SCHEDULE = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded after the prompt.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="In each both models have their turn.")] = 3,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Of weights and products.", show_default="float32 on a CPU, else bfloat16")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where the models run.", callback=_check_device, show_default="the GPU if there is one"),
+    ] = None,
+    revision: REVISION = None,
+    as_json: AS_JSON = False,
+) -> None:
+    """
+    Measure on this machine: IHA beside its Llama source, in tokens per second and in memory.
+
+    Prefill and decoding are what generate does with a prompt; a training step is forward and backward, whose optimizer
+    costs both the same. Memory is the peak above the weights. Weights are random: speed does not depend on them.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # PyTorch's profiler, which counts memory on CPUs, talks
+    import torch
+
+    from .speed import bench as run
+    from .verifier import DTYPES as TORCH_DTYPES
+
+    device = device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    device = torch.device(device)
+    dtype = dtype or (DType.float32 if device.type == "cpu" else DType.bfloat16)
+    with _errors(as_json):
+        config = _config(model, num_pseudo_heads, schedule, length, revision)
+        settings = {"new_tokens": new_tokens, "batch": batch, "rounds": rounds}
+        measured = run(config, length, **settings, dtype=TORCH_DTYPES[dtype.value], device=str(device))
+    name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "cpu"
+    about = {"model": model, "num_pseudo_heads": config.num_pseudo_heads, "length": length, **settings}
+    about |= {"dtype": dtype.value, "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    if as_json:
+        print(json.dumps({**about, "measured": [asdict(row) for row in measured]}, indent=2))
+        return
+    table = Table(title=f"{model}, {length} tokens, batch {batch}, {dtype.value}, {name}", title_justify="left")
+    for column in ("", "Llama", f"IHA, P = {config.num_pseudo_heads}", "IHA / Llama"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in measured:
+        shown = (
+            f"{value:,.1f} {row.unit}" if value >= 10 else f"{value:.3f} {row.unit}" for value in (row.llama, row.iha)
+        )
+        table.add_row(row.what, *shown, f"{row.ratio:.2f}")
+    console.print(table)
 
 
 @app.command(

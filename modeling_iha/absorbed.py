@@ -7,7 +7,7 @@ from .virtual_masks import hidden, later_pseudo_heads
 
 try:
     from .absorbed_triton import DTYPES, absorbed_attention_triton
-except ImportError:  # without Triton PyTorch's operations do it on GPUs too
+except ImportError:  # without Triton, PyTorch's operations do it on GPUs too
     DTYPES = ()
 
 
@@ -46,7 +46,7 @@ def absorbed_attention(
         None.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (k_mix, v_mix, query, key, value))
-    if query.is_cuda and query.dtype in DTYPES and not (needs_weights or needs_grad or dropout):
+    if query.is_cuda and query.dtype in DTYPES and not (needs_weights or needs_grad or dropout) and _has_kernel(query):
         return absorbed_attention_triton(k_mix, v_mix, query, key, value, mask, own_key, scaling, offsets), None
 
     batch, size, heads, head_dim = query.shape
@@ -78,6 +78,11 @@ def absorbed_attention(
     mixed = v_mix.transpose(-1, -2) @ weights.flatten(1, 2)  # [B, P H, G, K]
     output = mixed.flatten(2) @ value.flatten(1, 2)
     return output.view(batch, size, heads, head_dim), weights if needs_weights else None
+
+
+def _has_kernel(query: torch.Tensor) -> bool:
+    # Triton has no bfloat16 for GPUs before Ampere. Of what asks, torch.compile knows this function.
+    return torch.cuda.get_device_properties(query.device).major >= 8
 
 
 def _per_query(mix: torch.Tensor, size: int, heads: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
 
 from configuration_iha.costs import attention_flops
+from conversion_iha.speed import peak_bytes
 from gpu.table import failed, row
 from modeling_iha import IHAConfig, IHAModel, absorbed
 from modeling_iha.masks import token_masks
@@ -167,11 +168,11 @@ def of_core(what, shape, length, size, reach, backend, device, rounds) -> Iterat
             forward = milliseconds(functions, device, rounds)
         steps = {name: trained(functions[name]) for name in ("iha", "plain")}
         both = milliseconds(steps, device, rounds)
-        peaks = [peak_gigabytes(step, device) for step in steps.values()]
+        peaks = [peak_bytes(step, device) / 1e9 for step in steps.values()]
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError
         yield failed(what, error)
         return
-    memory = "" if peaks[0] is None else f"peak {peaks[0]:.2f} GB beside {peaks[1]:.2f}"
+    memory = f"peak {peaks[0]:.2f} GB beside {peaks[1]:.2f}"
     share = f"mixing and collapse {100 * forward['mixing'] / forward['iha']:.1f} % of it" if size > 1 else ""
     for part, times, factor, more in (("forward", forward, 1, share), ("and backward", both, 1 + BACKWARD, memory)):
         shown = [
@@ -179,16 +180,6 @@ def of_core(what, shape, length, size, reach, backend, device, rounds) -> Iterat
             for name, flops in (("iha", core.scores), ("plain", core.plain_scores))
         ]
         yield row(f"{what}: {part}", *shown, times["iha"] / times["plain"], more=more)
-
-
-def peak_gigabytes(function: Callable, device: str) -> float | None:
-    """What a call takes above what was there; None where PyTorch does not count it."""
-    if device == "cpu":
-        return None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 @torch.no_grad()

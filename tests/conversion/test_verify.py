@@ -343,6 +343,18 @@ OPTIONS = {
         "--revision",
         "--json",
     },
+    "bench": {
+        "--length",
+        "--num-pseudo-heads",
+        "--schedule",
+        "--new-tokens",
+        "--batch",
+        "--rounds",
+        "--dtype",
+        "--device",
+        "--revision",
+        "--json",
+    },
 }
 
 
