@@ -32,7 +32,7 @@ def write(name: str, rows: list[dict], columns: dict[str, tuple[str, str]], note
     lines += [[_text(row[key], spec) for key, (_, spec) in columns.items()] for row in rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     (RESULTS / f"{name}.md").write_text(
         f"# {name}\n\n{table}\n\n{note}\n\nMade by `{result['command']}` on {result['machine']}; {versions}.\n",

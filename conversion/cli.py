@@ -1,7 +1,7 @@
 """The command line: `iha convert`, `iha verify`, `iha plan`, `iha bench`, `iha serve`."""
 
+import functools
 import json
-import os
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -58,8 +58,8 @@ def _check_device(device: str | None) -> str | None:
         import torch
 
         try:
-            torch.empty(1, device=device).zero_()
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            torch.zeros(1, device=device).item()
+        except (RuntimeError, AssertionError, ImportError) as error:
             reason = str(error).splitlines()[0]
             raise typer.BadParameter(f"{device!r} must be a device that PyTorch has here, or cpu: {reason}") from error
     return device
@@ -293,10 +293,11 @@ def _config(model: str, num_pseudo_heads: int | None, schedule: Schedule | None,
                 raise ValueError(f"{name} {value} must be left out: {model} is an IHA model with layers of its own.")
         return config
     size = 2 if num_pseudo_heads is None else num_pseudo_heads
-    fields = {"num_pseudo_heads": size}
-    if schedule == Schedule.hybrid:
-        fields = flop_matched_schedule(config.num_hidden_layers, length, size)
-    return preset(model, **fields) if model in PRESETS else IHAConfig.from_llama(config, **fields)
+    make = functools.partial(preset, model) if model in PRESETS else functools.partial(IHAConfig.from_llama, config)
+    full = make(num_pseudo_heads=size)
+    if schedule != Schedule.hybrid:
+        return full
+    return make(**flop_matched_schedule(full.num_hidden_layers, length, size))
 
 
 def _print_plan(plan, write: Path | None) -> None:
@@ -372,27 +373,33 @@ def bench(
     Prefill and decoding are what generate does with a prompt; a training step is forward and backward, whose optimizer
     costs both the same. Memory is the peak above the weights. Weights are random: speed does not depend on them.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # PyTorch's profiler, which counts memory on CPUs, talks
     import torch
 
+    from .speed import DEVICES
     from .speed import bench as run
     from .verifier import DTYPES as TORCH_DTYPES
 
-    device = device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
-    device = torch.device(device)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device(device or (found if found and found.type in DEVICES else "cpu"))
     dtype = dtype or (DType.float32 if device.type == "cpu" else DType.bfloat16)
     with _errors(as_json):
         config = _config(model, num_pseudo_heads, schedule, length, revision)
-        settings = {"new_tokens": new_tokens, "batch": batch, "rounds": rounds}
+        settings = {"batch": batch, "new_tokens": new_tokens, "rounds": rounds}
         measured = run(config, length, **settings, dtype=TORCH_DTYPES[dtype.value], device=str(device))
     name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "cpu"
-    about = {"model": model, "num_pseudo_heads": config.num_pseudo_heads, "length": length, **settings}
-    about |= {"dtype": dtype.value, "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    counts = sorted({config.get_num_pseudo_heads(layer) for layer in range(config.num_hidden_layers)})
+    layers = f"P = {', '.join(map(str, counts))}"
+    if config.sliding_window:
+        layers += f", windows of {config.sliding_window}"
     if as_json:
+        about = {"model": model, "revision": revision, "length": length, **settings, "dtype": dtype.value}
+        about |= {name: getattr(config, name) for name in ("num_pseudo_heads", "layer_types", "sliding_window")}
+        about |= {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
         print(json.dumps({**about, "measured": [asdict(row) for row in measured]}, indent=2))
         return
-    table = Table(title=f"{model}, {length} tokens, batch {batch}, {dtype.value}, {name}", title_justify="left")
-    for column in ("", "Llama", f"IHA, P = {config.num_pseudo_heads}", "IHA / Llama"):
+    title = f"{model}, {layers}; {length} tokens, batch {batch}, {dtype.value}, {name}"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "Llama", "IHA", "IHA / Llama"):
         table.add_column(column, justify="right" if column else "left")
     for row in measured:
         shown = (

@@ -1,12 +1,14 @@
 """How fast an IHA model is beside the Llama model of the same weights: prefill, decoding, a training step, memory."""
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from accelerate import init_empty_weights
 from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,6 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import modeling_iha  # noqa: F401  (registers the Auto classes)
 from configuration_iha import IHAConfig
+
+DEVICES = ("cpu", "cuda", "xpu")  # whose memory PyTorch counts
 
 
 @dataclass(frozen=True)
@@ -53,47 +57,71 @@ def bench(
         the megabytes that prefill and step take at their peak above the weights.
 
     Raises:
-        ValueError: the model is an encoder, which does not generate, or the device's memory does not suffice.
+        ValueError: the model is an encoder, which does not generate, or quantised; an argument is out of range; the
+            device is of a kind whose memory PyTorch does not count, or has too little.
     """
     if not config.is_causal:
         raise ValueError("is_causal=False: an encoder generates nothing, and only models that do are measured.")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "config.json: quantization_config: a quantised model is not supported; name the original one."
+        )
+    for name, value, least in (("length", length, 2), ("new_tokens", new_tokens, 2), ("batch", batch, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} must be at least 1.")
+    if torch.device(device).type not in DEVICES:
+        raise ValueError(f"device={device!r} must be one of {', '.join(DEVICES)}, whose memory PyTorch counts.")
     try:
         models = _models(config, dtype, device)
         ids = torch.randint(config.vocab_size, (batch, length), device=device)
         return _measure(models, ids, new_tokens, rounds)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # of a CPU it is no OutOfMemoryError
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
         raise ValueError(
-            f"{device} has too little memory for two models in {dtype} of one set of weights and a training step of "
-            f"{batch} x {length} tokens. Take a shorter --length or another --dtype."
+            f"{device} has too little memory for the weights in {dtype}, their gradients and a training step of "
+            f"{batch} x {length} tokens. Take a smaller batch, a shorter length or another dtype."
         ) from error
 
 
 def _models(config: IHAConfig, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
-    configs = {"llama": config.to_llama(), "iha": config}
+    """Both models, of one set of parameters."""
+    how = {"dtype": dtype, "attn_implementation": config._attn_implementation}
     with torch.device(device):
-        models = {name: AutoModelForCausalLM.from_config(each, dtype=dtype) for name, each in configs.items()}
-    for name, parameter in models["llama"].named_parameters():
-        parameter.data = models["iha"].get_parameter(name).data  # one set of weights in memory
-    return models
+        iha = AutoModelForCausalLM.from_config(config, **how)
+    with init_empty_weights(include_buffers=False):
+        llama = AutoModelForCausalLM.from_config(config.to_llama(), **how)
+    llama.load_state_dict(dict(iha.named_parameters()), strict=False, assign=True)
+    llama.tie_weights()
+    return {"llama": llama.to(device), "iha": iha}
 
 
 def _measure(models: dict[str, PreTrainedModel], ids: torch.Tensor, new_tokens: int, rounds: int) -> list[Measured]:
     times = {name: {"prefill": [], "decoding": [], "training step": []} for name in models}
-    for number in tqdm(range(rounds + 1), desc="bench", unit="round"):
+    peaks = {name: [] for name in models}
+    with tqdm(total=(rounds + 2) * len(models), desc="bench") as progress:
+        for number in range(rounds + 1):
+            for name, model in models.items():
+                taken = (*_generation(model, ids, new_tokens), _step_time(model, ids))
+                if number > 0:
+                    for each, one in zip(times[name].values(), taken, strict=True):
+                        each.append(one)
+                progress.update()
         for name, model in models.items():
-            prefill, decoding = _generation(model, ids, new_tokens)
-            step = seconds(lambda model=model: _training_step(model, ids), ids.device)
-            if number > 0:
-                for each, taken in zip(times[name].values(), (prefill, decoding, step), strict=True):
-                    each.append(taken)
+            for work in (
+                lambda model=model: _generation(model, ids, 2),
+                lambda model=model: _training_step(model, ids),
+            ):
+                peaks[name].append(peak_bytes(work, ids.device) / 1e6)
+            progress.update()
     rows = []
     for what, tokens in {"prefill": ids.numel(), "decoding": len(ids), "training step": ids.numel()}.items():
         llama, iha = times["llama"][what], times["iha"][what]
-        ratio = statistics.median(one / other for one, other in zip(llama, iha, strict=True))
-        rows.append(Measured(what, "tokens/s", *(tokens / statistics.median(each) for each in (llama, iha)), ratio))
-    work = {"prefill": lambda model: _generation(model, ids, 1), "training step": lambda m: _training_step(m, ids)}
-    for what, function in work.items():
-        llama, iha = (peak_bytes(lambda m=m, f=function: f(m), ids.device) / 1e6 for m in models.values())
+        speeds = (tokens / statistics.median(each) for each in (llama, iha))
+        rows.append(Measured(what, "tokens/s", *speeds, ratio(llama, iha)))
+    for what, llama, iha in zip(("prefill", "training step"), *peaks.values(), strict=True):
         rows.append(Measured(f"{what}, memory", "MB", llama, iha, iha / llama))
     return rows
 
@@ -114,10 +142,10 @@ class _Clock(BaseStreamer):
 def _generation(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from each token to the next."""
     clock = _Clock()
-    lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    model.eval().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, streamer=clock, **lengths)
-    start, first, *_, last = *clock.times, clock.times[-1]
-    return first - start, (last - first) / max(new_tokens - 1, 1)
+    how = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
+    model.eval().generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **how)
+    start, first, last = clock.times[0], clock.times[1], clock.times[-1]
+    return first - start, (last - first) / (new_tokens - 1)
 
 
 def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -125,23 +153,28 @@ def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def seconds(function: Callable, device: str | torch.device) -> float:
-    """How long a call takes, until the device has done its part."""
+def _step_time(model: PreTrainedModel, ids: torch.Tensor) -> float:
     start = time.perf_counter()
-    function()
-    if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(device)
+    _training_step(model, ids)
+    if ids.device.type != "cpu":
+        torch.accelerator.synchronize(ids.device)
     return time.perf_counter() - start
 
 
+def ratio(one: list[float], other: list[float]) -> float:
+    """Median of the rounds' ratios, which a machine whose speed drifts moves less than the ratio of medians."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
 def peak_bytes(function: Callable, device: str | torch.device = "cpu") -> int:
-    """The most that PyTorch allocates during a call, above what was there before."""
+    """The most that PyTorch allocates during a call on a device of `DEVICES`, above what was there before."""
     gc.collect()
     if torch.device(device).type != "cpu":
         before = torch.accelerator.memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
         function()
         return torch.accelerator.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler talks
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")

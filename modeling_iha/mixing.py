@@ -22,7 +22,6 @@ class _MixHeads(torch.autograd.Function):
     def backward(ctx, grad):
         weight, x = ctx.saved_tensors
         grad_weight = grad_x = None
-        grad = grad.contiguous()  # bmm on CPUs goes token by token over other strides, as an expanded gradient's
         if ctx.needs_input_grad[0]:
             grad_weight = grad.transpose(0, 1).flatten(1) @ x.transpose(0, 1).flatten(1).T
         if ctx.needs_input_grad[1]:

@@ -182,11 +182,8 @@ def of_core(what, shape, length, size, reach, backend, device, rounds) -> Iterat
         yield row(f"{what}: {part}", *shown, times["iha"] / times["plain"], more=more)
 
 
-@torch.no_grad()
 def decoding(device: str, small: bool, end: float) -> Iterator[dict]:
     """Bytes of the cache that one new token's attention reads a second, beside what a copy reads and writes."""
-    source = torch.empty(2**20 if small else 2**31, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
     lengths = (64,) if small else (4 * 1024, 32 * 1024, 128 * 1024)
     cases = [*itertools.product(lengths, (1, 8), SHAPES, (2,) if small else (2, 4))]
     for keys, batch, shape, size in tqdm(cases, desc="decoding", unit="case"):
@@ -194,28 +191,34 @@ def decoding(device: str, small: bool, end: float) -> Iterator[dict]:
         if time.monotonic() + 3 > end:
             yield row(what, more="left out: no time left")
             continue
-        heads, groups, head_dim = SHAPES[shape]
-        key, value = torch.randn(2, batch, groups, keys, head_dim, device=device, dtype=torch.bfloat16)
-        query = torch.randn(batch, size, heads, head_dim, device=device, dtype=torch.bfloat16)
-        mix = torch.randn(2, size, groups, groups, device=device, dtype=torch.bfloat16)
-        given = (*mix, query, key, value, None, keys - 1, head_dim**-0.5)
-        llama = query[:, 0, :, None]
-        functions = {
-            "torch form": lambda given=given: absorbed.absorbed_attention(*given, needs_weights=True),
-            "Llama": lambda q=llama, k=key, v=value: scaled_dot_product_attention(q, k, v, enable_gqa=True),
-            "copy": lambda: target.copy_(source),
-        }
-        if device == "cuda" and absorbed.DTYPES:
-            functions["kernel"] = lambda given=given: absorbed.absorbed_attention_triton(*given)
         try:
-            times = milliseconds(functions, device, 1 if small else 11)
-        except RuntimeError as error:
+            yield of_decoding(what, SHAPES[shape], keys, batch, size, device, small)
+        except RuntimeError as error:  # out of memory is one
             yield failed(what, error)
-            continue
-        cache, copied = key.nbytes + value.nbytes, 2 * source.nbytes
-        rates = {name: (copied if name == "copy" else cache) / ms / 1e6 for name, ms in times.items()}
-        ours = "kernel" if "kernel" in rates else "torch form"
-        numbers = (f"{ours} {rates[ours]:.0f} GB/s", f"copy {rates['copy']:.0f} GB/s", rates[ours] / rates["copy"])
-        beside = (f"{name} {rates[name]:.0f} GB/s, {times[ours] / times[name]:.2f} of its time" for name in rates)
-        others = [text for name, text in zip(rates, beside, strict=True) if name not in (ours, "copy")]
-        yield row(what, *numbers, more=f"{times[ours]:.3f} ms, cache {cache / 1e6:.0f} MB; " + "; ".join(others))
+
+
+@torch.no_grad()
+def of_decoding(what, shape, keys, batch, size, device, small) -> dict:
+    heads, groups, head_dim = shape
+    source = torch.empty(2**20 if small else 2**31, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    key, value = torch.randn(2, batch, groups, keys, head_dim, device=device, dtype=torch.bfloat16)
+    query = torch.randn(batch, size, heads, head_dim, device=device, dtype=torch.bfloat16)
+    mix = torch.randn(2, size, groups, groups, device=device, dtype=torch.bfloat16)
+    given = (*mix, query, key, value, None, keys - 1, head_dim**-0.5)
+    functions = {
+        "torch form": lambda: absorbed.absorbed_attention(*given, needs_weights=True),
+        "Llama": lambda: scaled_dot_product_attention(query[:, 0, :, None], key, value, enable_gqa=True),
+        "copy": lambda: target.copy_(source),
+    }
+    if device == "cuda" and absorbed.DTYPES:
+        functions["kernel"] = lambda: absorbed.absorbed_attention_triton(*given)
+    times = milliseconds(functions, device, 1 if small else 11)
+    cache, copied = key.nbytes + value.nbytes, 2 * source.nbytes
+    rates = {name: (copied if name == "copy" else cache) / ms / 1e6 for name, ms in times.items()}
+    ours = "kernel" if "kernel" in rates else "torch form"
+    numbers = (f"{ours} {rates[ours]:.0f} GB/s", f"copy {rates['copy']:.0f} GB/s", rates[ours] / rates["copy"])
+    beside = (f"{name} {rates[name]:.0f} GB/s, {times[ours] / times[name]:.2f} of its time" for name in rates)
+    others = [text for name, text in zip(rates, beside, strict=True) if name not in (ours, "copy")]
+    more = f"{times[ours]:.3f} ms, cache {cache / 1e6:.0f} MB; " + "; ".join(others)
+    return row(what, *numbers, more=more)

@@ -31,7 +31,7 @@ def test_command_measures_a_folder_in_a_process_of_its_own(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = ("prefill", "decoding", "training step", "prefill, memory", "training step, memory")
-    for text in ("24 tokens, batch 2, float32, cpu", "Llama", "IHA, P = 2", "tokens/s", "MB", *rows):
+    for text in (", P = 2; 24 tokens, batch 2, float32, cpu", "Llama", "IHA", "tokens/s", "MB", *rows):
         assert text in " ".join(done.stdout.split()), text
     assert "100%" in done.stderr and "USDT" not in done.stderr
 
@@ -44,22 +44,23 @@ def test_command_measures_a_folder_in_a_process_of_its_own(tmp_path):
 
 
 def test_both_models_are_one_set_of_weights_and_generate_what_is_asked():
-    config = IHAConfig(**SIZES, num_pseudo_heads=[1, 2])
+    config = IHAConfig(**SIZES, num_pseudo_heads=[1, 2], use_cache=False, tie_word_embeddings=True)
     models = _models(config, torch.float32, "cpu")
     ids = torch.randint(64, (2, 9))
     with torch.no_grad():
         logits = [model.eval()(ids).logits for model in models.values()]
     assert (logits[0] - logits[1]).abs().max() < 1e-5  # the initialisation is exact
     mine = dict(models["iha"].named_parameters())
-    shared = [mine[name].data_ptr() == x.data_ptr() for name, x in models["llama"].named_parameters()]
+    shared = [mine[name] is parameter for name, parameter in models["llama"].named_parameters()]
     assert all(shared) and len(shared) == len(mine) - 4
 
     seen = []
-    models["iha"].register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    first, each = _generation(models["iha"], ids, 5)
-    assert seen == [9, 1, 1, 1, 1] and first > 0 and each > 0
+    for model in models.values():
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        _generation(model, ids, 5)
+    assert seen == 2 * [9, 1, 1, 1, 1]
 
 
 def test_rates_by_a_clock_that_the_models_move(monkeypatch):
@@ -105,6 +106,8 @@ def test_the_llama_model_has_its_own_fields(tmp_path):
         (("model.gguf",), 1, "convert it first"),
         (("iha-2.4b", "-p", "2"), 1, "must be left out"),
         (("smollm2-135m", "--device", "cudaa"), 2, "'cudaa' must be a device that PyTorch has here"),
+        (("smollm2-135m", "--device", "meta"), 2, "'meta' must be a device that PyTorch has here"),
+        (("smollm2-135m", "--batch", str(10**12)), 1, "cpu has too little memory"),
         (("smollm2-135m", "--new-tokens", "1"), 2, "--new-tokens"),
     ],
 )
@@ -114,6 +117,30 @@ def test_refusals_name_what_is_wrong(arguments, code, message):
     assert message in " ".join(stderr.split())
 
 
-def test_encoders_are_refused():
-    with pytest.raises(ValueError, match="is_causal=False"):
-        bench(IHAConfig(**SIZES, is_causal=False), 8)
+@pytest.mark.parametrize(
+    ("fields", "arguments", "message"),
+    [
+        ({"is_causal": False}, {}, "is_causal=False"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "quantization_config"),
+        ({}, {"new_tokens": 1}, "new_tokens=1 must be at least 2"),
+        ({}, {"rounds": 0}, "rounds=0 must be at least 1"),
+        ({}, {"device": "mps"}, "device='mps' must be one of cpu, cuda, xpu"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(fields, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bench(IHAConfig(**SIZES, **fields), 8, **arguments)
+
+
+def test_a_schedule_is_named(tmp_path):
+    make_llama(tmp_path / "llama", num_hidden_layers=5)
+    options = ("--length", 64, "--schedule", "hybrid", "--rounds", 1, "--new-tokens", 2)
+    code, stdout, stderr = iha_bench(tmp_path / "llama", *options)
+    assert code == 0, stderr
+    assert "P = 1, 2, windows of 8; 64 tokens" in " ".join(stdout.split())
+
+
+def test_another_kind_of_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    code, stdout, stderr = iha_bench(tmp_path, "--length", 64, "--schedule", "hybrid")
+    assert (code, stdout) == (1, "") and "model_type='llava' is not supported" in stderr

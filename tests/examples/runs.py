@@ -21,10 +21,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def torchrun(processes, way=None):
-    """What starts a program in processes that are one by DDP, or in one of the ways of spread.py."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
-    return (*launcher, SPREAD, way) if way else launcher
+def torchrun(processes):
+    """What starts a program in processes that are one by DDP."""
+    return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
+
+
+def spread(way, processes):
+    """What starts it in processes that are one in a way of spread.py."""
+    return (sys.executable, SPREAD, way, processes)
 
 
 def run(command, environment=ENVIRONMENT):

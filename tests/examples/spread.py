@@ -2,7 +2,7 @@
 A program spread over CPU processes as it would be over GPUs: by FSDP2, which Accelerate turns into DDP on CPUs without
 a word, and maybe by a ring of context parallelism; or by DeepSpeed.
 
-    torchrun --nproc_per_node 2 spread.py fsdp|ring PROGRAM.PY ARGUMENTS
+    python spread.py fsdp|ring PROCESSES PROGRAM.PY ARGUMENTS
     accelerate launch --config_file FILE spread.py deepspeed PROGRAM.PY ARGUMENTS
 """
 
@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "training"))
 
 from accelerate.utils import ParallelismConfig
 from cpu_ring import let_cpus_shard, use_cpu_ring
+from forked import fork
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 from trl import SFTConfig
@@ -59,13 +60,14 @@ def without_compiling():
 
 
 if __name__ == "__main__":
+    sys.argv = sys.argv[2:]
     if WAY == "deepspeed":
         without_compiling()
     else:
+        fork(int(sys.argv.pop(0)))
         IHATrainer.__init__ = with_check
         SFTConfig.__post_init__ = prepare_for_shards
     if WAY == "ring":
         use_cpu_ring()
-    sys.argv = sys.argv[2:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,7 +1,7 @@
 """
 A few steps of training for each case, in a ring of CPU processes. Their program in test_context_parallel.py:
 
-    torchrun --nproc_per_node 2 ring.py FOLDER CASES
+    python ring.py PROCESSES FOLDER CASES
 
 CASES are fields of the configuration by name, as JSON, and maybe "packed": two documents in each row. The result, or
 why it was refused, is in FOLDER/NAME.pt.
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import ParallelismConfig
 from cpu_ring import calls, let_cpus_shard, use_cpu_ring
+from forked import fork
 from models import tiny_config
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -82,12 +83,13 @@ def train(folder: Path, fields: dict, processes: int) -> dict:
 
 
 def main():
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    processes, folder, cases = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     torch.set_num_threads(1)
+    fork(processes)
     use_cpu_ring()
     for name, fields in cases.items():
         try:
-            result = train(folder, fields, int(os.environ["WORLD_SIZE"]))
+            result = train(folder, fields, processes)
         except ValueError as error:
             result = {"refused": str(error)}
         if os.environ["RANK"] == "0":

@@ -23,10 +23,9 @@ CASES = {
 
 @pytest.mark.parametrize("processes", [4])
 def test_a_ring_computes_what_one_process_does_or_refuses(processes, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     paths = os.pathsep.join([str(RING.parent), str(RING.parents[1] / "modeling_iha")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, *launcher, str(RING), str(tmp_path), json.dumps(CASES)]
+    command = [sys.executable, str(RING), str(processes), str(tmp_path), json.dumps(CASES)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
 

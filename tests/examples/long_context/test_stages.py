@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import yaml
-from runs import EXAMPLES, SPREAD, assert_same_run, curve, kill_after, run, torchrun
+from runs import EXAMPLES, SPREAD, assert_same_run, curve, kill_after, run, run_here, spread
 from transformers import AutoModelForCausalLM
 
 EXAMPLE = EXAMPLES / "long_context"
@@ -29,7 +29,7 @@ def whole(full, documents, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     before = full
     for stage in LENGTHS:
-        run(train(stage, before, documents, folder / stage, "--documents", "whole"))
+        run_here(train(stage, before, documents, folder / stage, "--documents", "whole"))
         before = folder / stage
     return folder
 
@@ -50,7 +50,7 @@ def test_two_stages_in_a_ring_are_those_of_one_process(whole, full, documents, t
     before = full
     for stage in LENGTHS:
         folder = tmp_path / stage
-        command = train(stage, before, documents, folder, "--documents", "whole", launcher=torchrun(2, "ring"))
+        command = train(stage, before, documents, folder, "--documents", "whole", launcher=spread("ring", 2))
         if stage == "16k":
             kill_after(folder / "checkpoint-2", command)
         run(command)
@@ -75,9 +75,8 @@ def test_two_stages_by_heads_are_those_of_one_process(hybrid, documents, tmp_pat
     before = {"one": hybrid, "two": hybrid}
     for stage in LENGTHS:
         one, two = tmp_path / f"{stage} one", tmp_path / f"{stage} two"
-        run(train(stage, before["one"], documents, one))
-        command = train(stage, before["two"], documents, two, *cpus, launcher=launcher)
-        run(command)
+        run_here(train(stage, before["one"], documents, one))
+        run(train(stage, before["two"], documents, two, *cpus, launcher=launcher))
         assert_same_run(two, one, 1e-4)
         assert curve(two, "eval_loss") == pytest.approx(curve(one, "eval_loss"), rel=1e-4)
         before = {"one": one, "two": two}

@@ -8,7 +8,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "examples" / "sft_openthoughts"), str(Path(__file__).parent)]
 
-from runs import run, untrained  # noqa: E402  (what the paths above make importable)
+from runs import run_here, untrained  # noqa: E402  (what the paths above make importable)
 from sft import EXAMPLE, train  # noqa: E402
 
 
@@ -45,5 +45,5 @@ def command(tiny_iha, data):
 def whole_run(command, tmp_path_factory) -> Path:
     """A run in one process, from its first step to its last."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run(command(folder))
+    run_here(command(folder))
     return folder

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from runs import EXAMPLES, assert_same_run, curve, kill_after, run, run_here, torchrun, weights
+from runs import EXAMPLES, assert_same_run, curve, kill_after, run, run_here, spread, torchrun, weights
 from sft import share
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,9 +15,8 @@ def merge(folder, destination):
     return weights(destination)
 
 
-@pytest.mark.parametrize("processes", [4])  # sharded ones are 2 too, below
-def test_processes_are_one(processes, whole_run, command, tmp_path):
-    run(command(tmp_path / "ddp", *share(processes), launcher=torchrun(processes)))
+def test_two_processes_are_one(whole_run, command, tmp_path):
+    run(command(tmp_path / "ddp", *share(2), launcher=torchrun(2)))
     assert_same_run(tmp_path / "ddp", whole_run, 1e-4)
 
 
@@ -25,13 +24,13 @@ def test_processes_are_one(processes, whole_run, command, tmp_path):
 def test_sharded_processes_killed_and_resumed_as_others_are_one(whole_run, command, tiny_iha, tmp_path):
     """Two, then four, then two again; the curve holds the steps of all, so that each number is compared."""
     folder = tmp_path / "fsdp"
-    kill_after(folder / "checkpoint-2", command(folder, *share(2), launcher=torchrun(2, "fsdp")))
+    kill_after(folder / "checkpoint-2", command(folder, *share(2), launcher=spread("fsdp", 2)))
     with pytest.raises(
         ValueError, match="checkpoint-2 is of a run under SHARDED_STATE_DICT; this one is under neither"
     ):
         run_here(command(folder))
-    kill_after(folder / "checkpoint-4", command(folder, *share(4), launcher=torchrun(4, "fsdp")))
-    said = run(command(folder, *share(2), launcher=torchrun(2, "fsdp")))
+    kill_after(folder / "checkpoint-4", command(folder, *share(4), launcher=spread("fsdp", 4)))
+    said = run(command(folder, *share(2), launcher=spread("fsdp", 2)))
     assert f"Going on from {folder / 'checkpoint-4'}" in said
     assert_same_run(folder, whole_run, 1e-4)
     final = weights(folder)
@@ -51,8 +50,8 @@ def test_sharded_processes_killed_and_resumed_as_others_are_one(whole_run, comma
 @pytest.mark.slow
 def test_a_ring_is_one_process(command, tmp_path):
     rows = ("--packing", "false", "--pad_to_multiple_of", "4", "--per_device_eval_batch_size", "1", "--max_steps", "2")
-    run(command(tmp_path / "one", *rows))
-    run(command(tmp_path / "ring", *rows, launcher=torchrun(2, "ring")))
+    run_here(command(tmp_path / "one", *rows))
+    run(command(tmp_path / "ring", *rows, launcher=spread("ring", 2)))
     assert_same_run(tmp_path / "ring", tmp_path / "one", 1e-4)
     evaluations = curve(tmp_path / "one", "eval_loss")
     assert curve(tmp_path / "ring", "eval_loss") == pytest.approx(evaluations, rel=1e-4) and len(evaluations) == 2
@@ -61,9 +60,8 @@ def test_a_ring_is_one_process(command, tmp_path):
 @pytest.mark.slow
 def test_adapters_of_sharded_processes_are_those_of_one_and_merge(command, tiny_iha, tmp_path):
     alone, sharded = tmp_path / "alone", tmp_path / "fsdp"
-    run(command(alone, "--train", "lora"))
-    lora = command(sharded, *share(2), "--train", "lora", launcher=torchrun(2, "fsdp"))
-    run(lora)
+    run_here(command(alone, "--train", "lora"))
+    run(command(sharded, *share(2), "--train", "lora", launcher=spread("fsdp", 2)))
     assert_same_run(sharded, alone, 1e-4, ADAPTER)
     trained, before = weights(alone, ADAPTER), weights(tiny_iha)
     mixing = {name: tensor for name, tensor in trained.items() if ".mixer." in name or ".collapse." in name}

@@ -83,13 +83,13 @@ def test_a_run_that_ended_within_an_epoch_stays_as_it_is(command, tmp_path):
 @pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_whole_batch(whole_run, command, tmp_path):
     batch = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", str(BATCH))
-    run(command(tmp_path / "accumulated", *batch))
+    run_here(command(tmp_path / "accumulated", *batch))
     assert_same_run(tmp_path / "accumulated", whole_run, 1e-5)
 
 
 @pytest.mark.slow
 def test_mixing_alone_is_trained(command, tiny_iha, tmp_path):
-    run(command(tmp_path / "mixing", "--train", "mixing", "--max_steps", "3"))
+    run_here(command(tmp_path / "mixing", "--train", "mixing", "--max_steps", "3"))
     before = weights(tiny_iha)
     for name, tensor in weights(tmp_path / "mixing").items():
         moved = not torch.equal(tensor, before[name])
