@@ -1,6 +1,7 @@
 """Two things measured in turn, so that a machine whose speed drifts drifts for both."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 
@@ -19,3 +20,8 @@ def seconds(functions: dict[str, Callable], rounds: int) -> dict[str, list[float
             function()
             times[name].append(time.perf_counter() - start)
     return times
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median of the rounds' ratios."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))

@@ -22,13 +22,18 @@ DEVICES = ("cpu", "cuda", "xpu")  # whose memory PyTorch counts
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of both models, in `unit`; `ratio` is the median of IHA over Llama in each round."""
+    """Medians of both models, in `unit`; `ratios` are IHA over Llama in each round."""
 
     what: str
     unit: str
     llama: float
     iha: float
-    ratio: float
+    ratios: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The median, which a machine whose speed drifts moves less than the ratio of medians."""
+        return statistics.median(self.ratios)
 
 
 def bench(
@@ -54,7 +59,7 @@ def bench(
 
     Returns:
         Tokens per second of prefill, decoding and a training step (forward and backward, without the optimizer), and
-        the megabytes that prefill and step take at their peak above the weights.
+        the megabytes that prefill takes at its peak above the weights, and a step above weights and gradients.
 
     Raises:
         ValueError: the model is an encoder, which does not generate, or quantised; an argument is out of range; the
@@ -105,24 +110,28 @@ def _measure(models: dict[str, PreTrainedModel], ids: torch.Tensor, new_tokens: 
         for number in range(rounds + 1):
             for name, model in models.items():
                 taken = (*_generation(model, ids, new_tokens), _step_time(model, ids))
+                model.zero_grad()
                 if number > 0:
                     for each, one in zip(times[name].values(), taken, strict=True):
                         each.append(one)
                 progress.update()
         for name, model in models.items():
+            _training_step(model, ids)  # the gradients are there
             for work in (
                 lambda model=model: _generation(model, ids, 2),
                 lambda model=model: _training_step(model, ids),
             ):
                 peaks[name].append(peak_bytes(work, ids.device) / 1e6)
+            model.zero_grad()
             progress.update()
     rows = []
     for what, tokens in {"prefill": ids.numel(), "decoding": len(ids), "training step": ids.numel()}.items():
         llama, iha = times["llama"][what], times["iha"][what]
         speeds = (tokens / statistics.median(each) for each in (llama, iha))
-        rows.append(Measured(what, "tokens/s", *speeds, ratio(llama, iha)))
-    for what, llama, iha in zip(("prefill", "training step"), *peaks.values(), strict=True):
-        rows.append(Measured(f"{what}, memory", "MB", llama, iha, iha / llama))
+        ratios = tuple(one / other for one, other in zip(llama, iha, strict=True))
+        rows.append(Measured(what, "tokens/s", *speeds, ratios))
+    for what, llama, iha in zip(("prefill memory", "training memory"), *peaks.values(), strict=True):
+        rows.append(Measured(what, "MB", llama, iha, (iha / llama,)))
     return rows
 
 
@@ -150,7 +159,6 @@ def _generation(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> t
 
 def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
     model.train()(ids, labels=ids, use_cache=False).loss.backward()
-    model.zero_grad(set_to_none=True)
 
 
 def _step_time(model: PreTrainedModel, ids: torch.Tensor) -> float:
@@ -159,11 +167,6 @@ def _step_time(model: PreTrainedModel, ids: torch.Tensor) -> float:
     if ids.device.type != "cpu":
         torch.accelerator.synchronize(ids.device)
     return time.perf_counter() - start
-
-
-def ratio(one: list[float], other: list[float]) -> float:
-    """Median of the rounds' ratios, which a machine whose speed drifts moves less than the ratio of medians."""
-    return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def peak_bytes(function: Callable, device: str | torch.device = "cpu") -> int:

@@ -1,9 +1,7 @@
 """
 The paper's theory on a laptop, in seconds: what few heads with pseudo-heads do, printed and drawn.
 
-    python examples/theory/show.py [--figure patterns.png]
-
-Each part is a cell (`# %%`) of an editor that knows them.
+    python examples/theory/show.py
 """
 
 # %% What is asked for
@@ -23,7 +21,9 @@ from constructions import (
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--figure", type=Path, default=Path("demo-output/theory/patterns.png"), help="where it is drawn")
+parser.add_argument(
+    "--figure", type=Path, default=Path("demo-output/theory/patterns.png"), help="where it is drawn (%(default)s)"
+)
 figure = parser.parse_args().figure
 torch.manual_seed(0)
 
@@ -63,7 +63,7 @@ for line in cyclic_shifts(four)[0][..., 0].round().int().tolist():
     print("   ", *line)
 
 # %% More than plain attention can be: on a token repeated, plain attention is linear in it
-row = table("pseudo-heads P", "f(x + y) is from f(x) + f(y)")
+row = table("pseudo-heads P", "how far f(x + y) is from f(x) + f(y)")
 for size in (1, 2, 3):
     layer = attention(heads=2, pseudo_heads=size, head_dim=4, hidden_size=6)
     for parameter in layer.parameters():

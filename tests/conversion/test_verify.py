@@ -372,6 +372,7 @@ def test_help_names_commands_and_options():
     assert OPTIONS.keys() <= set(stdout.split())
 
 
+@pytest.mark.slow
 def test_command_line_converts_checks_and_verifies(speaking, tmp_path):
     source, _ = speaking
 

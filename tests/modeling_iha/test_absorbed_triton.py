@@ -24,6 +24,8 @@ from modeling_iha import absorbed_triton
 from modeling_iha.absorbed import absorbed_attention
 from modeling_iha.absorbed_triton import absorbed_attention_triton, split_length
 
+pytestmark = pytest.mark.slow  # nothing of Transformers is in it
+
 if any(isinstance(kernel, triton.JITFunction) for kernel in (tl.max, absorbed_triton._split_kernel)):
     raise RuntimeError("Triton was imported without its interpreter: set TRITON_INTERPRET=1 before that.")
 

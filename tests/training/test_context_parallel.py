@@ -21,8 +21,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("processes", [4])
-def test_a_ring_computes_what_one_process_does_or_refuses(processes, tmp_path):
+@pytest.mark.slow
+def test_a_ring_computes_what_one_process_does_or_refuses(tmp_path):
+    processes = 4
     paths = os.pathsep.join([str(RING.parent), str(RING.parents[1] / "modeling_iha")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     command = [sys.executable, str(RING), str(processes), str(tmp_path), json.dumps(CASES)]

@@ -1,0 +1,85 @@
+"""The command for real: SmolLM2 and its conversion score alike, and a run that was killed ends as one that was not."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from runs import ENVIRONMENT, EXAMPLES, run_here
+from transformers import AutoTokenizer
+
+from conversion_iha import convert
+
+
+def command(model, folder, gsm8k, *more):
+    settings = ("--tasks", "gsm8k", "--data", gsm8k, "--device", "cpu", "--batch_size", "4")
+    program = EXAMPLES / "evaluation" / "after_sft.py"
+    return [sys.executable, program, model, "--output_dir", folder, *settings, *more]
+
+
+def texts(folder):
+    lines = [line for path in (folder / "generations").glob("*.jsonl") for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines]
+    assert len({tuple(record["key"]) for record in records}) == len(records)
+    return {tuple(record["key"]): record["text"] for record in records}
+
+
+@pytest.mark.slow
+def test_a_model_and_its_conversion_score_alike(smollm2, gsm8k, tmp_path, capsys):
+    convert(smollm2, tmp_path / "model-iha", 2, link=True)
+    options = ("--limit", "2", "--samples", "2", "--max_new_tokens", "16", "--dtype", "float32")
+    run_here(command(smollm2, tmp_path / "llama", gsm8k, *options))
+    run_here(command(tmp_path / "model-iha", tmp_path / "iha", gsm8k, *options, "--baseline", tmp_path / "llama"))
+    said = capsys.readouterr().out
+    mine, theirs = texts(tmp_path / "iha"), texts(tmp_path / "llama")
+    assert len(mine) == 4 and mine == theirs and all(text.strip() for text in mine.values())
+    assert mine["gsm8k_sampled", 0, 0] != mine["gsm8k_sampled", 0, 1]  # samples, not copies
+    assert "(+0.0) |" in said
+    results = json.loads((tmp_path / "iha" / "results.json").read_text())
+    assert results["problems"] == {"gsm8k": 2} and set(results["scores"]["gsm8k"]) == {"P@1", "Maj@2"}
+    assert (tmp_path / "iha" / "results.md").read_text() in said
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_texts(small, gsm8k, tmp_path):
+    options = ("--limit", "3", "--samples", "4", "--max_new_tokens", "32")
+    run_here(command(small, tmp_path / "whole", gsm8k, *options))
+    whole = texts(tmp_path / "whole")
+    assert len(whole) == 12
+
+    folder = tmp_path / "killed"
+    file = folder / "generations" / "0.jsonl"
+    going = list(map(str, command(small, folder, gsm8k, *options)))
+    started = psutil.Popen(going, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    while not (file.exists() and file.read_bytes().count(b"\n")):
+        assert started.poll() is None
+        time.sleep(0.001)
+    started.kill()
+    started.wait()
+    assert not (folder / "results.json").exists()
+    lines = file.read_bytes().splitlines(keepends=True)[:4]
+    file.write_bytes(b"".join(lines) + lines[0][:20])  # as if it had been killed in the middle of a line
+    run_here(going)
+    assert texts(folder) == whole
+    assert file.read_bytes().startswith(b"".join(lines))
+    ends = [json.loads((it / "results.json").read_text()) for it in (folder, tmp_path / "whole")]
+    assert ends[0] == ends[1]
+
+    shutil.copytree(small, tmp_path / "another")
+    with pytest.raises(ValueError, match=r"holds samples of another model.* Name another --output_dir"):
+        run_here(command(tmp_path / "another", folder, gsm8k, *options))
+
+
+def test_a_model_without_a_chat_template_is_refused(small, gsm8k, tmp_path):
+    shutil.copytree(small, tmp_path / "plain")
+    for path in (tmp_path / "plain").glob("chat_template*"):
+        path.unlink()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(SystemExit, match="its tokenizer has no chat template"):
+        run_here(command(tmp_path / "plain", tmp_path / "out", gsm8k))
+    assert not (tmp_path / "out").exists()
