@@ -200,8 +200,9 @@ def main():
     rows = [*attention(), *mixing_memory(), *whole_model(), *decoding(), *schedule(), *importing()]
     note = (
         f"H 9, G 3, d 64 (SmolLM2's) unless said, P = {P}, batch 1, float32. Attention layer: no projections, "
-        "N = 2048. `einsum`: IHA step by step as the paper describes it, with a dense mask or with is_causal. SmolLM2 "
-        "has all layers full. Results are medians of the rounds' results, not the quotients of the medians beside them."
+        "N = 2048. `einsum`: IHA step by step as the paper describes it, with a dense mask or with is_causal. "
+        "SmolLM2 has all layers full. A result is the median of the rounds' results, not the quotient of the medians "
+        "beside it."
     )
     write("speed", rows, COLUMNS, note)
 
