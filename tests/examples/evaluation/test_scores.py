@@ -1,7 +1,7 @@
 """Scores of scripted answers, against what one computes by hand."""
 
 import json
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import lm_eval
@@ -25,13 +25,32 @@ from tables import markdown
         ("a loss of -7", "-7"),
         ("$1,000.00 in all", "1000"),
         ("steps <<2*3=6>>6\n#### 6", "6"),
+        ("\\boxed{10,\\!000}", "10000"),
+        ("\\boxed{1{,}234}", "1234"),
+        ("\\boxed{18 - 7 = 11}", "11"),
+        ("\\boxed{2 \\times 3 = 6}.", "6"),
+        ("\\boxed{\\text{Day 3: } 12}", "12"),
+        ("\\boxed{12 \\text{ dollars}} and 5 more", "12"),
+        ("\\boxed{\\frac{1}{2}}", "1/2"),
+        ("\\boxed{-\\$5}", "-5"),
+        ("it costs $-5", "-5"),
+        ("\u22125", "-5"),
+        ("\\boxed{.5}", "0.5"),
+        ("it is 10-4", "4"),
+        ("one of 3, 4,5", "5"),
+        ("about 1.5e3", "1500"),
+        ("3/4 of it", "3/4"),
+        ("50%", "50"),
+        ("the answer is 5.", "5"),
     ],
 )
 def test_the_number_that_an_answer_ends_in(text, expected):
-    assert number(text) == Decimal(expected)
+    assert number(text) == Fraction(expected)
 
 
-@pytest.mark.parametrize("text", ["", "I do not know.", "\\boxed{x}", "3 and 4 make \\boxed{}"])
+@pytest.mark.parametrize(
+    "text", ["", "I do not know.", "\\boxed{x} then 7", "3 and 4 make \\boxed{}", "\\boxed{\\text{five}} as 3 apples"]
+)
 def test_an_answer_without_a_number_is_none(text):
     assert number(text) is None
 
@@ -56,6 +75,11 @@ def test_code_is_the_block_that_defines_the_function():
     assert code(text, "f") == "def f(x):\n    return x\n"
     assert code("```python\ndef f(x):\n    return", "f") == "def f(x):\n    return"  # cut off
     assert code("    return x", "f") == "    return x"
+    assert (
+        code("Here:\r\n  ``` python \r\n  def f(x):\r\n      return x\r\n  ```\r\nDone.", "f")
+        == "def f(x):\n    return x\n"
+    )
+    assert code("```\ndef f(x): pass\n```\n```\ndef find(y): pass\n```", "f") == "def f(x): pass\n"
 
 
 class Scripted(LM):
@@ -133,13 +157,25 @@ def test_tables_show_differences_and_refuse_what_is_not_comparable():
     assert lines[0] == "| model | gsm8k P@1 | gsm8k Maj@16 |"
     assert lines[2:4] == ["| llama | 48.4 | 51.5 |", "| iha | 54.2 (+5.8) | 50.0 (-1.5) |"]
     assert "100 of gsm8k" in lines[-1]
-    for change, message in (
-        ({"problems": {"gsm8k": 50}}, "50 problems of gsm8k, here 100"),
-        ({"samples": 8}, "samples 8, here 16"),
-        ({"scores": {"gsm8k": {"P@1": 0.1}}}, "llama has no gsm8k Maj@16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            markdown(mine, {**other, **change})
+    with pytest.raises(ValueError, match="50 problems of gsm8k, here 100"):
+        markdown(mine, {**other, "problems": {"gsm8k": 50}})
+    twice = markdown({**mine, "model": "llama"}, other).splitlines()
+    assert [line.split(" | ")[0] for line in twice[2:4]] == ["| llama", "| llama"]
+
+
+def test_a_baseline_of_other_settings_is_refused_before_anything_runs(tmp_path, capsys):
+    baseline = {"model": "llama", "samples": 8, "max_new_tokens": 4096, "scores": {"gsm8k": {}}}
+    (tmp_path / "results.json").write_text(json.dumps(baseline))
+    refuse(["--tasks", "gsm8k", "--baseline", str(tmp_path)], "samples 8, here 16", capsys)
+    wanted = ["--allow_code", "--samples", "10", "--baseline", str(tmp_path)]
+    (tmp_path / "results.json").write_text(json.dumps({**baseline, "samples": 10}))
+    refuse(wanted, "has no humaneval", capsys)
+
+
+def refuse(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parse(["model", "--output_dir", "out", *arguments])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -149,15 +185,16 @@ def test_tables_show_differences_and_refuse_what_is_not_comparable():
         (["--allow_code", "--samples", "9"], "--samples 9: must be at least 10"),
         (["--tasks", "gsm8k", "--baseline", "nowhere"], "holds no results.json"),
         (["--tasks", "aime"], "invalid choice: 'aime'"),
+        (["--tasks", "gsm8k", "--limit", "0"], "--limit 0: must be at least 1"),
     ],
 )
 def test_commands_that_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        parse(["model", "--output_dir", "out", *arguments])
-    assert message in capsys.readouterr().err
+    refuse(arguments, message, capsys)
 
 
 def test_data_that_are_not_there_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"gsm8k\.jsonl: not there"):
         load_gsm8k(str(tmp_path))
-    assert json.loads(json.dumps(score_numbers({"answer": "#### 3"}, [["3"]]))) == {"P@1": 1.0, "Maj@k": 1.0}
+    assert score_numbers({"answer": "so\n#### 3"}, [["3"]]) == {"P@1": 1, "Maj@k": 1}
+    with pytest.raises(ValueError, match="must end in #### and a number"):
+        score_numbers({"answer": "no marker"}, [["I give up"]])
