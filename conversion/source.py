@@ -122,4 +122,6 @@ def _read_and_save(where: dict[str, str], folder: Path, dtype: torch.dtype) -> N
         if token_id is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
     model.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # which safetensors makes unreadable for others than their owner
+        shutil.copymode(folder / "config.json", weights)
     tokenizer.save_pretrained(folder)

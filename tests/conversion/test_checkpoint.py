@@ -531,6 +531,8 @@ def test_a_gguf_file_has_its_own_tokenizer(smollm2_gguf, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")  # of another model, in the same folder
     with open_source(tmp_path / "model.gguf") as folder:
         assert len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) == 49152
+        modes = {path.stat().st_mode for path in folder.iterdir() if path.is_file()}
+        assert len(modes) == 1  # weights can be read by whom the config can
 
 
 @pytest.mark.parametrize("missing", [1, 0])
