@@ -273,6 +273,7 @@ def plan(
         _print_plan(result, write)
         if schedule == Schedule.hybrid and model not in PRESETS:
             command = f"iha convert {model} FOLDER --schedule hybrid --length {length} -p {num_pseudo_heads or 2}"
+            command += f" --revision {revision}" if revision else ""
             print(f"\n# The model is made by {command}. Its windows change what it computes: train it on.")
     raise typer.Exit(0 if result.fits else 1)
 

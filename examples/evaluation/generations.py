@@ -1,6 +1,5 @@
 """lm-eval's Hugging Face model, whose generations are written down as they come and read where a run goes on."""
 
-import functools
 import hashlib
 import itertools
 import json
@@ -33,7 +32,7 @@ class SavingLM(HFLM):
 
     def __init__(self, generations: Path, seed: int = 0, **kwargs):
         super().__init__(**kwargs)
-        self.folder, self.seed = generations, seed
+        self.folder, self.seed, self.weights = generations, seed, self._weights()
         started = (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
         if (self.rank, self.world_size) != started:
             raise ValueError(
@@ -74,6 +73,14 @@ class SavingLM(HFLM):
                 progress.update(len(batch))
         return [found[key] for key in keys]
 
+    def _weights(self) -> list:
+        """A folder's weight files as they are now, or a Hub id and its commit."""
+        folder = Path(self.pretrained)
+        if not folder.is_dir():
+            return [self.pretrained, self.model.config._commit_hash]
+        stats = {path.name: path.stat() for path in sorted(folder.glob("*.safetensors"))}
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()]
+
     def _check_lengths(self, requests: Iterable[Instance]):
         """lm-eval would cut a prompt that is too long, from its start."""
         for text, settings in {request.args[0]: request.args[1] for request in requests}.items():
@@ -85,17 +92,8 @@ class SavingLM(HFLM):
                 )
 
     def _fingerprint(self, request: Instance) -> str:
-        settings = [self._weights(), str(self.model.dtype), self.seed, int(self.batch_size), *request.args]
+        settings = [self.weights, str(self.model.dtype), self.seed, int(self.batch_size), *request.args]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-    @functools.cache  # noqa: B019  (one model lives as long as the program)
-    def _weights(self) -> list:
-        """A folder's weight files as they are now, or a Hub id and its commit."""
-        folder = Path(self.pretrained)
-        if not folder.is_dir():
-            return [self.pretrained, self.model.config._commit_hash]
-        stats = {path.name: path.stat() for path in sorted(folder.glob("*.safetensors"))}
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()]
 
     def _read(self, expected: dict[Key, str]) -> dict[Key, str]:
         found = {}
