@@ -437,13 +437,16 @@ def test_killed_at_any_moment(large, start, tmp_path):
     moments = random.Random(0)
 
     killed, kept, starts = 0, {}, 0
-    while killed < 10 and starts < 60:  # a run that ended before its moment was not killed
+    while killed < 10 and starts < 60:
         starts += 1
         process = start(large, destination)
         process.join(moments.uniform(0, 0.8 * duration))  # a resumed run takes less time than the first one took
         process.kill()
         process.join()
-        killed += process.exitcode == -signal.SIGKILL
+        if process.exitcode == -signal.SIGKILL:
+            killed += 1
+        else:  # it ended before its moment: the first run, with nothing in the page cache, was a slow one
+            duration *= 0.8
         if destination.exists():
             assert verify(large, destination, dtypes=()).ok
             assert carried(destination).items() >= kept.items()
