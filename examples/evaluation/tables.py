@@ -1,9 +1,12 @@
-"""Results as JSON and as a Markdown table, with differences from another model's."""
+"""Results as JSON, as a Markdown table and as bars, beside another model's."""
 
+import argparse
 import json
 from pathlib import Path
 
-SETTINGS = ("samples", "max_new_tokens")
+import matplotlib.pyplot as plt
+
+SETTINGS = ("table", "samples", "max_new_tokens")
 
 
 def read_baseline(folder: Path, settings: dict) -> dict:
@@ -30,20 +33,24 @@ def read_baseline(folder: Path, settings: dict) -> dict:
     return baseline
 
 
-def write(folder: Path, results: dict, baseline: dict | None):
+def write(args: argparse.Namespace, scores: dict, problems: dict):
     """
-    Writes results.json and results.md into a folder.
+    Writes results.json, results.md and results.png into the output folder.
 
     Args:
-        results: `scores` {task: {metric: share}}, `problems` {task: count}, and the settings that led there.
-        baseline: what `read_baseline` gave; differences from it are shown in percentage points.
+        args: what `command.parse` gave; differences from its baseline are shown in percentage points.
+        scores: {task: {metric: share}}.
+        problems: {task: count}.
 
     Raises:
         ValueError: the baseline is of another number of problems.
     """
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    text = markdown(results, baseline)
-    (folder / "results.md").write_text(text, encoding="utf-8")
+    settings = {name: getattr(args, name) for name in (*SETTINGS, "model", "seed", "dtype")}
+    results = {**settings, "problems": problems, "scores": scores}
+    text = markdown(results, args.baseline)
+    (args.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    (args.output_dir / "results.md").write_text(text, encoding="utf-8")
+    bars(results, args.baseline, args.output_dir / "results.png")
     print(text, end="")
 
 
@@ -62,5 +69,25 @@ def markdown(results: dict, baseline: dict | None = None) -> str:
     lines.append("| --- |" + " --- |" * len(columns))
     lines += [f"| {model} | " + " | ".join(cells) + " |" for model, cells in rows]
     counts = ", ".join(f"{count} of {task}" for task, count in results["problems"].items())
-    note = f"In percent, {results['samples']} samples of each problem at temperature 0.6; problems: {counts}."
-    return "\n".join([*lines, "", note, ""])
+    note = f"In percent, {results['table']}, {results['samples']} samples of each problem at temperature 0.6"
+    note += "; problems: " if results["table"] == "after fine-tuning" else " for Maj, else the likeliest; problems: "
+    return "\n".join([*lines, "", f"{note}{counts}.", ""])
+
+
+def bars(results: dict, baseline: dict | None, file: Path):
+    """Draws what `markdown` writes: a bar for each metric of each task, the baseline's beside it."""
+    columns = [(task, metric) for task, scores in results["scores"].items() for metric in scores]
+    models = [results] if baseline is None else [baseline, results]
+    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(columns), 3.5), layout="constrained")
+    width = 0.8 / len(models)
+    for number, model in enumerate(models):
+        heights = [100 * model["scores"][task][metric] for task, metric in columns]
+        places = [column + (number + 0.5) * width - 0.4 for column in range(len(columns))]
+        drawn = axes.bar(places, heights, width, label=Path(model["model"]).name)
+        axes.bar_label(drawn, fmt="%.1f", fontsize=8)
+    axes.set_xticks(range(len(columns)), [f"{task}\n{metric}" for task, metric in columns])
+    axes.set_ylabel("%")
+    axes.set_ylim(0, 105)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from conversion_iha import convert
 
 
-def command(model, folder, gsm8k, *more):
-    settings = ("--tasks", "gsm8k", "--data", gsm8k, "--batch_size", "4")
+def command(model, folder, data, *more):
+    settings = ("--tasks", "gsm8k", "--data", data, "--batch_size", "4")
     program = EXAMPLES / "evaluation" / "after_sft.py"
     return [sys.executable, program, model, "--output_dir", folder, *settings, *more]
 
@@ -28,11 +28,11 @@ def texts(folder):
 
 
 @pytest.mark.slow
-def test_a_model_and_its_conversion_score_alike(smollm2, gsm8k, tmp_path, capsys):
+def test_a_model_and_its_conversion_score_alike(smollm2, data, tmp_path, capsys):
     convert(smollm2, tmp_path / "model-iha", 2, link=True)
     options = ("--limit", "2", "--samples", "2", "--max_new_tokens", "16", "--dtype", "float32")
-    run_here(command(smollm2, tmp_path / "llama", gsm8k, *options))
-    run_here(command(tmp_path / "model-iha", tmp_path / "iha", gsm8k, *options, "--baseline", tmp_path / "llama"))
+    run_here(command(smollm2, tmp_path / "llama", data, *options))
+    run_here(command(tmp_path / "model-iha", tmp_path / "iha", data, *options, "--baseline", tmp_path / "llama"))
     said = capsys.readouterr().out
     mine, theirs = texts(tmp_path / "iha"), texts(tmp_path / "llama")
     assert len(mine) == 4 and mine == theirs and all(text.strip() for text in mine.values())
@@ -44,15 +44,15 @@ def test_a_model_and_its_conversion_score_alike(smollm2, gsm8k, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_texts(small, gsm8k, tmp_path):
+def test_a_killed_run_goes_on_to_the_same_texts(small, data, tmp_path):
     options = ("--limit", "3", "--samples", "4", "--max_new_tokens", "32")
-    run_here(command(small, tmp_path / "whole", gsm8k, *options))
+    run_here(command(small, tmp_path / "whole", data, *options))
     whole = texts(tmp_path / "whole")
     assert len(whole) == 12
 
     folder = tmp_path / "killed"
     file = folder / "generations" / "0.jsonl"
-    going = list(map(str, command(small, folder, gsm8k, *options)))
+    going = list(map(str, command(small, folder, data, *options)))
     started = psutil.Popen(going, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     while not (file.exists() and file.read_bytes().count(b"\n")):
         assert started.poll() is None
@@ -71,27 +71,27 @@ def test_a_killed_run_goes_on_to_the_same_texts(small, gsm8k, tmp_path):
     shutil.copytree(small, tmp_path / "another")
     (tmp_path / "another" / "model.safetensors").touch()
     with pytest.raises(ValueError, match=r"holds samples of another model.* Name another --output_dir"):
-        run_here(command(tmp_path / "another", folder, gsm8k, *options))
+        run_here(command(tmp_path / "another", folder, data, *options))
 
 
-def test_what_a_checkpoint_generates_by_default_is_left_out(small, gsm8k, tmp_path):
+def test_what_a_checkpoint_generates_by_default_is_left_out(small, data, tmp_path):
     for name, own in (("without", {}), ("with", {"max_new_tokens": 3, "repetition_penalty": 5.0, "min_p": 0.9})):
         shutil.copytree(small, tmp_path / name)
         file = tmp_path / name / "generation_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
         options = ("--limit", "1", "--samples", "2", "--max_new_tokens", "8")
-        run_here(command(tmp_path / name, tmp_path / f"{name} results", gsm8k, *options))
+        run_here(command(tmp_path / name, tmp_path / f"{name} results", data, *options))
     assert texts(tmp_path / "with results") == texts(tmp_path / "without results")
 
 
-def test_prompts_are_never_cut(small, gsm8k, tmp_path):
+def test_prompts_are_never_cut(small, data, tmp_path):
     with pytest.raises(
         ValueError, match=r"--max_new_tokens 2040: with a prompt of \d+ tokens it is more than the 2048"
     ):
-        run_here(command(small, tmp_path / "out", gsm8k, "--limit", "1", "--max_new_tokens", "2040"))
+        run_here(command(small, tmp_path / "out", data, "--limit", "1", "--max_new_tokens", "2040"))
 
 
-def test_a_model_without_a_chat_template_is_refused(small, gsm8k, tmp_path):
+def test_a_model_without_a_chat_template_is_refused(small, data, tmp_path):
     shutil.copytree(small, tmp_path / "plain")
     for path in (tmp_path / "plain").glob("chat_template*"):
         path.unlink()
@@ -99,5 +99,5 @@ def test_a_model_without_a_chat_template_is_refused(small, gsm8k, tmp_path):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
     with pytest.raises(SystemExit, match="its tokenizer has no chat template"):
-        run_here(command(tmp_path / "plain", tmp_path / "out", gsm8k))
+        run_here(command(tmp_path / "plain", tmp_path / "out", data))
     assert not (tmp_path / "out").exists()
