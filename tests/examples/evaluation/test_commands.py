@@ -1,4 +1,4 @@
-"""The command for real: SmolLM2 and its conversion score alike, and a run that was killed ends as one that was not."""
+"""The commands for real: SmolLM2 and its conversion score alike; a run that was killed ends as one that was not."""
 
 import json
 import shutil
@@ -14,10 +14,9 @@ from transformers import AutoTokenizer
 from conversion_iha import convert
 
 
-def command(model, folder, data, *more):
+def command(model, folder, data, *more, program="after_sft.py"):
     settings = ("--tasks", "gsm8k", "--data", data, "--batch_size", "4")
-    program = EXAMPLES / "evaluation" / "after_sft.py"
-    return [sys.executable, program, model, "--output_dir", folder, *settings, *more]
+    return [sys.executable, EXAMPLES / "evaluation" / program, model, "--output_dir", folder, *settings, *more]
 
 
 def texts(folder):
@@ -27,12 +26,18 @@ def texts(folder):
     return {tuple(record["key"]): record["text"] for record in records}
 
 
+@pytest.fixture(scope="module")
+def converted(smollm2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("converted") / "model-iha"
+    convert(smollm2, folder, 2, link=True)
+    return folder
+
+
 @pytest.mark.slow
-def test_a_model_and_its_conversion_score_alike(smollm2, data, tmp_path, capsys):
-    convert(smollm2, tmp_path / "model-iha", 2, link=True)
+def test_a_model_and_its_conversion_score_alike(smollm2, converted, data, tmp_path, capsys):
     options = ("--limit", "2", "--samples", "2", "--max_new_tokens", "16", "--dtype", "float32")
     run_here(command(smollm2, tmp_path / "llama", data, *options))
-    run_here(command(tmp_path / "model-iha", tmp_path / "iha", data, *options, "--baseline", tmp_path / "llama"))
+    run_here(command(converted, tmp_path / "iha", data, *options, "--baseline", tmp_path / "llama"))
     said = capsys.readouterr().out
     mine, theirs = texts(tmp_path / "iha"), texts(tmp_path / "llama")
     assert len(mine) == 4 and mine == theirs and all(text.strip() for text in mine.values())
@@ -41,6 +46,29 @@ def test_a_model_and_its_conversion_score_alike(smollm2, data, tmp_path, capsys)
     results = json.loads((tmp_path / "iha" / "results.json").read_text())
     assert results["problems"] == {"gsm8k": 2} and set(results["scores"]["gsm8k"]) == {"P@1", "Maj@2"}
     assert (tmp_path / "iha" / "results.md").read_text() in said
+    assert (tmp_path / "iha" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_they_score_alike_before_fine_tuning(smollm2, converted, data, tmp_path, capsys):
+    options = ("--limit", "1", "--samples", "1", "--max_new_tokens", "8", "--dtype", "float32", "--allow_code")
+    options += ("--tasks", "math500", "humaneval")
+    for model, name in ((smollm2, "llama"), (converted, "iha")):
+        run_here(command(model, tmp_path / name, data, *options, program="pretrained.py"))
+    mine, theirs = texts(tmp_path / "iha"), texts(tmp_path / "llama")
+    assert mine == theirs and all(text.strip() for text in mine.values())
+    assert sorted(mine) == [
+        ("humaneval_few_shot", 0, 0),
+        ("math500_few_shot", 0, 0),
+        ("math500_few_shot_voted", 0, 0),
+    ]
+    of_iha, of_llama = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("iha", "llama"))
+    assert of_iha["scores"] == of_llama["scores"]
+    assert {task: list(scores) for task, scores in of_iha["scores"].items()} == {
+        "math500": ["EM", "Maj@1"],
+        "humaneval": ["P@1"],
+    }
+    assert "before fine-tuning, 1 samples" in capsys.readouterr().out
 
 
 @pytest.mark.slow
