@@ -1,6 +1,6 @@
 """
 The paper's table of reasoning before fine-tuning, for any checkpoint: five solved problems, then the problem. EM is of
-the likeliest answer, Maj of what most of five samples at temperature 0.6 say; for code P@1 is of the likeliest.
+the greedy answer, Maj of what most of five samples at temperature 0.6 say; for code P@1 is of the greedy one.
 
     python examples/evaluation/pretrained.py MODEL --output_dir FOLDER --tasks gsm8k math500
     python examples/evaluation/pretrained.py MODEL --output_dir FOLDER --allow_code --baseline FOLDER
@@ -16,9 +16,9 @@ from tables import write
 
 def main(arguments: list[str] | None = None):
     args = parse("before fine-tuning", 5, 1024, __doc__, arguments)
-    likeliest = {f"{task}_few_shot": 1 for task in args.tasks}
+    greedy = {f"{task}_few_shot": 1 for task in args.tasks}
     voted = {f"{task}_few_shot_voted": args.samples for task in args.tasks if task not in CODE}
-    tasks = load(likeliest | voted, args.data)
+    tasks = load(greedy | voted, args.data)
     found = evaluate(start(args), tasks, args)
     if found is not None:  # the first process has it
         of_files, problems = found

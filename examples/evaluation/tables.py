@@ -70,7 +70,7 @@ def markdown(results: dict, baseline: dict | None = None) -> str:
     lines += [f"| {model} | " + " | ".join(cells) + " |" for model, cells in rows]
     counts = ", ".join(f"{count} of {task}" for task, count in results["problems"].items())
     note = f"In percent, {results['table']}, {results['samples']} samples of each problem at temperature 0.6"
-    note += "; problems: " if results["table"] == "after fine-tuning" else " for Maj, else the likeliest; problems: "
+    note += "; problems: " if results["table"] == "after fine-tuning" else " for Maj, else a greedy one; problems: "
     return "\n".join([*lines, "", f"{note}{counts}.", ""])
 
 
