@@ -8,10 +8,11 @@ _MODULES = {
     "Comparison": "compare",
     "Verification": "verifier",
     "convert": "converter",
+    "export": "exporter",
     "verify": "verifier",
 }
 
-__all__ = ["CheckpointError", "Comparison", "Verification", "convert", "verify"]
+__all__ = ["CheckpointError", "Comparison", "Verification", "convert", "export", "verify"]
 
 
 def __getattr__(name: str):

@@ -2,16 +2,48 @@
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers.utils import logging
+
 from .checkpoint import CheckpointError
 
 FICLONE = 0x40049409  # ioctl of Linux: share the blocks of another file
 CHUNK = 64 << 20
+
+
+def carry_all(files: list[tuple[Path, Path]], folder: Path, link: bool) -> None:
+    """
+    Carries (source, target) pairs into a folder, with a progress bar; what is there and not among them goes, and what
+    an earlier run carried stays.
+
+    Raises:
+        CheckpointError: see `carry`.
+    """
+    wanted = {target for _, target in files}
+    for leftover in folder.rglob("*"):
+        if leftover.is_file() and leftover not in wanted:
+            leftover.unlink()
+    total = sum(source.stat().st_size for source, _ in files)
+    with logging.tqdm(total=total, unit="B", unit_scale=True, desc="Carrying weights", disable=None) as bar:
+        for source, target in files:
+            target.parent.mkdir(exist_ok=True)
+            if is_carried(source, target):
+                bar.update(source.stat().st_size)
+            else:
+                # Small files are always copied: editing the new tokenizer must not edit the source's.
+                carry(source, target, link and target.suffix == ".safetensors", bar.update)
+
+
+def origin(files: list[tuple[Path, Path]], link: bool) -> str:
+    """Tells this very source, and the way of carrying it, from any other."""
+    stats = [(str(source), source.stat()) for source, _ in files]
+    return json.dumps({"link": link, "files": [(n, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in stats]})
 
 
 def is_carried(source: Path, target: Path) -> bool:

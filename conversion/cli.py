@@ -1,4 +1,4 @@
-"""The command line: `iha convert`, `iha verify`, `iha plan`, `iha bench`, `iha serve`."""
+"""The command line: `iha convert`, `iha verify`, `iha export`, `iha plan`, `iha bench`, `iha serve`."""
 
 import functools
 import json
@@ -194,30 +194,38 @@ def verify(
 def _print(result) -> None:
     if result.reasons:
         console.print("Structure: NOT the source's function", highlight=False)
-        for reason in result.reasons[:20]:
-            console.print(f"  {reason}", highlight=False)
-        if len(result.reasons) > 20:
-            console.print(f"  and {len(result.reasons) - 20} more (--json has all)", highlight=False)
+        _print_reasons(result.reasons, "--json has all")
     else:
         console.print(
             f"Structure: proved equal. {result.tensors} tensors byte for byte, mixing keeps the function.",
             highlight=False,
         )
     if result.comparisons:
-        table = Table(title="On prompts", title_justify="left")
-        table.add_column("")
-        for comparison in result.comparisons:
-            table.add_column(comparison.dtype, justify="right")
-        for label, show in _ROWS:
-            table.add_row(label, *(show(comparison) for comparison in result.comparisons))
-        console.print(table)
+        _print_comparisons(result.comparisons)
     else:
         console.print("Prompts: none run.", highlight=False)
     console.print("OK" if result.ok else "FAILED", highlight=False)
 
 
+def _print_reasons(reasons, where_all_are: str) -> None:
+    for reason in reasons[:20]:
+        console.print(f"  {reason}", highlight=False)
+    if len(reasons) > 20:
+        console.print(f"  and {len(reasons) - 20} more ({where_all_are})", highlight=False)
+
+
+def _print_comparisons(comparisons) -> None:
+    table = Table(title="On prompts", title_justify="left")
+    table.add_column("")
+    for comparison in comparisons:
+        table.add_column(comparison.dtype, justify="right")
+    for label, show in _ROWS:
+        table.add_row(label, *(show(comparison) for comparison in comparisons))
+    console.print(table)
+
+
 _ROWS = (
-    ("loss, source", lambda c: f"{c.loss_source:.6f}"),
+    ("loss, Llama", lambda c: f"{c.loss_source:.6f}"),
     ("loss, IHA", lambda c: f"{c.loss_destination:.6f}"),
     ("largest logit", lambda c: f"{c.largest_logit:.3f}"),
     ("max difference of logits", lambda c: f"{c.max_difference:.2e}"),
@@ -235,6 +243,51 @@ _ROWS = (
     ),
     ("explained by rounding", lambda c: "yes" if c.explained else "NO"),
 )
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="IHA checkpoint: a folder or a Hub id.")],
+    destination: Annotated[Path, typer.Argument(help="Llama folder to make.")],
+    link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a destination that is a Llama folder.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Where it is no Llama model's function, run both models on prompts."),
+    ] = True,
+    device: DEVICE = "cpu",
+    revision: REVISION = None,
+    as_json: AS_JSON = False,
+) -> None:
+    """
+    Turn an IHA checkpoint back into a plain Llama one, where its function is one.
+
+    That is so where no layer mixes, or mixing is as a conversion made it; other weights may have been trained. Where
+    it is not so nothing is written: what is off is named, with how far, and both models run on prompts. Exit code 0
+    where the Llama checkpoint is written, else 1.
+    """
+    from .exporter import export as run
+    from .exporter import how_far
+
+    with _errors(as_json):
+        reasons = run(source, destination, revision=revision, link=link, overwrite=overwrite)
+        comparison = how_far(source, revision, device) if reasons and check else None
+    if as_json:
+        result = {"ok": not reasons, "reasons": reasons, "comparison": comparison and asdict(comparison)}
+        print(json.dumps(result, indent=2))
+    elif reasons:
+        console.print("Not the function of a Llama model, so nothing is written:", highlight=False)
+        _print_reasons(reasons, "--json has all")
+        if comparison is not None:
+            _print_comparisons([comparison])
+    else:
+        console.print(f"Written: {destination}. It computes what the IHA model does.", highlight=False, soft_wrap=True)
+        if Path(source).is_dir():
+            command = shlex.join(["iha", "verify", str(destination), source])
+            console.print(f"To run both models: {command}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if reasons else 0)
 
 
 @app.command()

@@ -94,8 +94,8 @@ def compare(
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # broken tokenizer files raise anything
         raise CheckpointError(
-            f"{source}: no usable tokenizer, and comparing on prompts needs one; verify --structure-only and "
-            "convert --no-check do without."
+            f"{source}: no usable tokenizer, and comparing on prompts needs one; verify --structure-only, "
+            "convert --no-check and export --no-check do without."
         ) from error
     encoded = [tokenizer(prompt, return_tensors="pt").input_ids[0].to(device) for prompt in prompts]
     first = _run(source, encoded, dtype, new_tokens, device)

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 from transformers import LlamaConfig
-from transformers.utils import logging
 
 from configuration_iha import IHAConfig, flop_matched_schedule
 from modeling_iha.bundle import AUTO_MAP, write_bundle
 
-from .carry import carry, is_carried, require_room
+from .carry import carry_all, origin, require_room
 from .checkpoint import (
     INDEX,
     WEIGHTS,
@@ -25,7 +24,7 @@ from .checkpoint import (
 from .destination import workshop
 from .llama import main_dtype, read_llama
 from .mixing import make_mixing
-from .source import CARRIED_FILES, open_source
+from .source import open_source, side_files
 from .structure import check_mixing
 
 MIXING_FILE = "model-mixing.safetensors"
@@ -76,7 +75,7 @@ def convert(
         raise ValueError(f"num_pseudo_heads={num_pseudo_heads} must be one number with hybrid_length.")
     destination = Path(os.path.abspath(destination))
     with (
-        workshop(source, destination, overwrite) as place,
+        workshop(source, destination, overwrite, "iha") as place,
         open_source(source, revision, gguf_dtype, place.scratch) as folder,
     ):
         llama = read_llama(folder)
@@ -93,9 +92,9 @@ def convert(
         )
         mixing = make_mixing(config, main_dtype(llama), seed)
         files = _files_to_carry(llama, place.new)
-        place.begin(_origin(files, link))
+        place.begin(origin(files, link))
         require_room(files, place.scratch, link)
-        _carry_files(files, place.new, link)
+        carry_all(files, place.new, link)
         if mixing:
             # Not save_file, which makes the file unreadable for others than its owner.
             (place.new / MIXING_FILE).write_bytes(save(mixing, metadata={"format": "pt"}))
@@ -111,34 +110,8 @@ def _files_to_carry(llama: Checkpoint, work: Path) -> list[tuple[Path, Path]]:
     if MIXING_FILE in llama.shards:
         raise CheckpointError(f"{MIXING_FILE}: a shard of the source has the name that the mixing tensors get.")
     names = {shard: CARRIED_WEIGHTS if shard == WEIGHTS else shard for shard in llama.shards}
-    for pattern in CARRIED_FILES:
-        for path in sorted(llama.folder.glob(pattern)):
-            if not path.is_dir():
-                name = path.relative_to(llama.folder).as_posix()
-                names[name] = name
+    names |= {name: name for name in side_files(llama.folder)}
     return [(resolve_inside(llama.folder, name), work / target) for name, target in names.items()]
-
-
-def _origin(files: list[tuple[Path, Path]], link: bool) -> str:
-    """Tells this very source, and the way of carrying it, from any other."""
-    stats = [(str(source), source.stat()) for source, _ in files]
-    return json.dumps({"link": link, "files": [(n, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in stats]})
-
-
-def _carry_files(files: list[tuple[Path, Path]], work: Path, link: bool) -> None:
-    wanted = {target for _, target in files}
-    for leftover in work.rglob("*"):
-        if leftover.is_file() and leftover not in wanted:
-            leftover.unlink()
-    total = sum(source.stat().st_size for source, _ in files)
-    with logging.tqdm(total=total, unit="B", unit_scale=True, desc="Carrying weights", disable=None) as bar:
-        for source, target in files:
-            target.parent.mkdir(exist_ok=True)
-            if is_carried(source, target):
-                bar.update(source.stat().st_size)
-            else:
-                # Small files are always copied: editing the new tokenizer must not edit the source's.
-                carry(source, target, link and target.suffix == ".safetensors", bar.update)
 
 
 def _write_index(llama: Checkpoint, mixing: dict[str, torch.Tensor], work: Path) -> None:

@@ -20,8 +20,8 @@ class Workshop:
     origin. `scratch` is free for what a run needs on the way.
     """
 
-    def __init__(self, destination: Path, overwrite: bool):
-        self.destination, self.overwrite = destination, overwrite
+    def __init__(self, destination: Path, overwrite: bool, model_type: str):
+        self.destination, self.overwrite, self.model_type = destination, overwrite, model_type
         self.folder = workshop_folder(destination)
         self.new, self.old, self.scratch = (self.folder / name for name in ("new", "old", "scratch"))
         self.marker = self.folder / MARKER
@@ -48,14 +48,14 @@ class Workshop:
 
     def finish(self) -> None:
         """Moves `new` into place; CheckpointError where something else has taken its place meanwhile."""
-        check_free(self.destination, self.overwrite)
+        check_free(self.destination, self.overwrite, self.model_type)
         if self.destination.exists():
             os.rename(self.destination, self.old)
         os.rename(self.new, self.destination)
 
 
 @contextmanager
-def workshop(source: str | os.PathLike, destination: Path, overwrite: bool) -> Iterator[Workshop]:
+def workshop(source: str | os.PathLike, destination: Path, overwrite: bool, model_type: str) -> Iterator[Workshop]:
     """
     Opens the workshop of a destination and, where the block ends well, has the destination in place. Where it fails,
     what was carried stays for the next run; where nothing was, nothing stays.
@@ -63,14 +63,15 @@ def workshop(source: str | os.PathLike, destination: Path, overwrite: bool) -> I
     Args:
         source: what is converted; it must lie outside of all that is written.
         destination: the folder to make.
-        overwrite: whether an IHA folder in its place is replaced.
+        overwrite: whether a folder of this model type in its place is replaced.
+        model_type: as config.json says it.
 
     Raises:
         CheckpointError: the destination is taken, another run is at it, or the source lies in or around it.
     """
     _check_apart(Path(source), destination)
-    check_free(destination, overwrite)
-    place = Workshop(destination, overwrite)
+    check_free(destination, overwrite, model_type)
+    place = Workshop(destination, overwrite, model_type)
     made = [parent for parent in place.folder.parents if not parent.exists()]
     if place.folder.is_symlink():
         raise CheckpointError(f"{place.folder}: is a link, and a conversion writes through none; remove it.")
@@ -79,7 +80,7 @@ def workshop(source: str | os.PathLike, destination: Path, overwrite: bool) -> I
     try:
         place.open()
         try:
-            check_free(destination, overwrite)  # once more: it may have been put back
+            check_free(destination, overwrite, model_type)  # once more: it may have been put back
             yield place
             place.finish()
         except BaseException:
@@ -98,23 +99,24 @@ def workshop_folder(destination: Path) -> Path:
     return destination.with_name(f".{destination.name}.converting")
 
 
-def check_free(destination: Path, overwrite: bool) -> None:
-    """CheckpointError where the destination exists, but for an IHA folder or an empty one with `overwrite`."""
+def check_free(destination: Path, overwrite: bool, model_type: str) -> None:
+    """CheckpointError where the destination exists, but for a folder of the type or an empty one with `overwrite`."""
     if not os.path.lexists(destination):
         return
     if not overwrite:
         raise CheckpointError(f"{destination}: exists already; name another destination, or pass --overwrite.")
     if not destination.is_dir() or destination.is_symlink():
         raise CheckpointError(f"{destination}: --overwrite replaces folders only.")
-    if any(destination.iterdir()) and not _is_iha(destination):
-        raise CheckpointError(f"{destination}: --overwrite replaces IHA folders only, and this is none.")
+    if any(destination.iterdir()) and _model_type(destination) != model_type:
+        kind = {"iha": "IHA", "llama": "Llama"}[model_type]
+        raise CheckpointError(f"{destination}: --overwrite replaces {kind} folders only, and this is none.")
 
 
-def _is_iha(folder: Path) -> bool:
+def _model_type(folder: Path) -> str | None:
     try:
-        return read_json(folder, "config.json").get("model_type") == "iha"
+        return read_json(folder, "config.json").get("model_type")
     except CheckpointError:
-        return False
+        return None
 
 
 def _check_apart(source: Path, destination: Path) -> None:

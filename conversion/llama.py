@@ -1,5 +1,6 @@
 """Reads a folder as a Llama checkpoint, and refuses what is not one or holds something whose meaning is unknown."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,13 @@ from .checkpoint import Checkpoint, CheckpointError, build_config, read_checkpoi
 
 # Llama's question-answering head names its backbone differently, so its files cannot be carried as they are.
 CONVERTIBLE = ("IHAForCausalLM", "IHAModel", "IHAForSequenceClassification", "IHAForTokenClassification")
+# Fields of config.json, and why a checkpoint that sets one is refused.
+UNKNOWN = {
+    "quantization_config": "the weights are quantised; dequantise them first",
+    "auto_map": "the checkpoint brings its own code, so its function is unknown",
+    "sliding_window": "Llama has no windows, so what it means is unknown",
+    "per_layer_config": "layers that differ from each other are not supported",
+}
 TORCH_DTYPE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -27,25 +35,25 @@ def read_llama(folder: Path) -> Checkpoint:
     config = checkpoint.config
     if config.get("model_type") != "llama":
         raise CheckpointError(f"config.json: model_type {config.get('model_type')!r}; only 'llama' becomes IHA.")
-    for name, why in (
-        ("quantization_config", "the weights are quantised; dequantise them first"),
-        ("auto_map", "the checkpoint brings its own code, so its function is unknown"),
-        ("sliding_window", "Llama has no windows, so what it means is unknown"),
-        ("per_layer_config", "layers that differ from each other are not supported"),
-    ):
-        if config.get(name) is not None:
-            raise CheckpointError(f"config.json: {name!r} is set: {why}.")
+    refuse_unknown(checkpoint, UNKNOWN)
     if config.get("is_causal") is False:
         raise CheckpointError("config.json: 'is_causal' is false: bidirectional models are not supported.")
-    if (folder / "adapter_config.json").exists():
-        raise CheckpointError("adapter_config.json: merge the adapter into the model first.")
     if (folder / "tokenizer_config.json").exists() and "auto_map" in read_json(folder, "tokenizer_config.json"):
         raise CheckpointError("tokenizer_config.json: 'auto_map' is set: the tokenizer's own code is not carried.")
-    _check_tensors(checkpoint)
+    check_tensors(checkpoint)
     return checkpoint
 
 
-def _check_tensors(checkpoint: Checkpoint) -> None:
+def refuse_unknown(checkpoint: Checkpoint, fields: Iterable[str]) -> None:
+    """CheckpointError where config.json sets one of these fields of `UNKNOWN`, or an adapter lies in the folder."""
+    for name in fields:
+        if checkpoint.config.get(name) is not None:
+            raise CheckpointError(f"config.json: {name!r} is set: {UNKNOWN[name]}.")
+    if (checkpoint.folder / "adapter_config.json").exists():
+        raise CheckpointError("adapter_config.json: merge the adapter into the model first.")
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
     """Every tensor that the configured Llama has is there in its shape, and no other."""
     try:
         config = IHAConfig.from_llama(build_config(checkpoint, LlamaConfig), num_pseudo_heads=1)

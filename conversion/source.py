@@ -27,6 +27,12 @@ CARRIED_FILES = (
 )
 
 
+def side_files(folder: Path) -> list[str]:
+    """What stands beside weights and goes with them: tokenizer, chat templates, licence."""
+    found = (path for pattern in CARRIED_FILES for path in sorted(folder.glob(pattern)) if not path.is_dir())
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
 @contextmanager
 def open_source(
     source: str | os.PathLike,

@@ -43,20 +43,29 @@ def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str
         reasons.append(f"rope_phases: {config.rope_phases!r} phases turn the copies of a token apart")
     for name, tensor in mixing.items():
         tensor = tensor.double()
-        identity = torch.eye(tensor.shape[-1], dtype=torch.float64)
         if not tensor.abs().max() <= LARGEST:  # also where it is not a number
             reasons.append(f"{name}: it holds a value beyond {LARGEST}, beside which others are lost to rounding")
-        elif name.endswith("q_mix") and not torch.equal(tensor[-1], identity):
-            reasons.append(f"{name}: the last pseudo-query is not the plain query")
-        elif name.endswith("k_mix") and not torch.equal(tensor, identity.expand_as(tensor)):
-            reasons.append(f"{name}: the pseudo-keys are not identity copies")
-        elif name.endswith("v_mix") and not torch.equal(tensor.sum(0), identity * len(tensor)):
-            reasons.append(f"{name}: the mean of the pseudo-values is not the plain value")
-        elif name.endswith("collapse.weight") and not (
-            torch.equal(tensor[:, -1], identity) and not tensor[:, :-1].any()
-        ):
-            reasons.append(f"{name}: it does not read the last pseudo-head alone")
+            continue
+        what, off = _distance(name, tensor)
+        if off.any():
+            reasons.append(f"{name}: {what}, by up to {off.abs().max():.2g}")
     return reasons
+
+
+def _distance(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """What a mixing tensor is not where it is off, and the differences."""
+    identity = torch.eye(tensor.shape[-1], dtype=torch.float64)
+    if name.endswith("q_mix"):
+        return "the last pseudo-query is not the plain query", tensor[-1] - identity
+    if name.endswith("k_mix"):
+        return "the pseudo-keys are not identity copies", tensor - identity
+    if name.endswith("v_mix"):
+        return "the mean of the pseudo-values is not the plain value", (tensor.sum(0) - len(tensor) * identity) / len(
+            tensor
+        )
+    plain = torch.zeros_like(tensor)
+    plain[:, -1] = identity
+    return "it does not read the last pseudo-head alone", tensor - plain
 
 
 def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
@@ -88,7 +97,7 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
         f"{name}: shape {mixing[name].shape}, num_pseudo_heads in config.json makes it {shapes[name]}"
         for name in sorted(misshapen)
     ]
-    return reasons + check_mixing(config, _load(iha, mixing.keys() - misshapen))
+    return reasons + check_mixing(config, load_tensors(iha, mixing.keys() - misshapen))
 
 
 def _check_fields(llama_config: LlamaConfig, config: IHAConfig) -> list[str]:
@@ -103,7 +112,8 @@ def _check_fields(llama_config: LlamaConfig, config: IHAConfig) -> list[str]:
     ]
 
 
-def _load(checkpoint: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
+def load_tensors(checkpoint: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint by their names."""
     tensors = {}
     for shard in sorted({checkpoint.tensors[name].shard for name in names}):
         with safe_open(resolve_inside(checkpoint.folder, shard), framework="pt") as file:

@@ -332,6 +332,7 @@ OPTIONS = {
         "--device",
     },
     "verify": {"--dtype", "--structure-only", "--new-tokens", "--device", "--revision", "--json"},
+    "export": {"--link", "--overwrite", "--check", "--no-check", "--device", "--revision", "--json"},
     "plan": {
         "--length",
         "--num-pseudo-heads",
@@ -367,6 +368,8 @@ def test_help_names_commands_and_options():
         assert code == 0, stderr
         named = {word for word in stdout.replace("/", " ").split() if word.startswith("--")}
         assert named - {"--help"} == options
+        if command in ("plan", "bench"):
+            assert PRESETS.keys() <= set(re.findall(r"[\w.-]*\w", stdout))
     code, stdout, stderr = finish(overview)
     assert code == 0, stderr
     assert OPTIONS.keys() <= set(stdout.split())
