@@ -9,10 +9,11 @@ _MODULES = {
     "Verification": "verifier",
     "convert": "converter",
     "export": "exporter",
+    "inspect": "inspector",
     "verify": "verifier",
 }
 
-__all__ = ["CheckpointError", "Comparison", "Verification", "convert", "export", "verify"]
+__all__ = ["CheckpointError", "Comparison", "Verification", "convert", "export", "inspect", "verify"]
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""The command line: `iha convert`, `iha verify`, `iha export`, `iha plan`, `iha bench`, `iha serve`."""
+"""The command line: `iha convert`, `iha verify`, `iha export`, `iha inspect`, `iha plan`, `iha bench`, `iha serve`."""
 
 import functools
 import json
@@ -288,6 +288,52 @@ def export(
             command = shlex.join(["iha", "verify", str(destination), source])
             console.print(f"To run both models: {command}", highlight=False, soft_wrap=True)
     raise typer.Exit(1 if reasons else 0)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="IHA checkpoint: a folder or a Hub id.")],
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Folder to make: figures as PNG, and index.html, which holds all.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text whose attention patterns are drawn.")] = None,
+    layer: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the graph and the patterns.", show_default="that whose mixing is farthest from plain heads"
+        ),
+    ] = None,
+    head: Annotated[int, typer.Option(help="Of the patterns.")] = 0,
+    revision: REVISION = None,
+    as_json: AS_JSON = False,
+) -> None:
+    """
+    Look at what mixing has become: a table of layers, and figures of mixing and attention.
+
+    For each layer: how far mixing is from plain copies of the heads, how many pseudo-heads are effectively distinct,
+    and what the collapse reads. Only the mixing tensors are read, but for a prompt. Figures need matplotlib.
+    """
+    if find_spec("matplotlib") is None:
+        print("iha: inspecting needs matplotlib: pip install 'modeling-iha[plot]'", file=sys.stderr)
+        raise typer.Exit(1)
+    from inspection_iha.page import COLUMNS, LEGEND, cells
+
+    from .inspector import inspect as run
+
+    with _errors(as_json):
+        rows = run(model, output_dir, prompt=prompt, layer=layer, head=head, revision=revision)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    console.print(LEGEND, highlight=False)
+    if output_dir is not None:
+        console.print(f"Written: {output_dir / 'index.html'}", highlight=False, soft_wrap=True)
 
 
 @app.command()

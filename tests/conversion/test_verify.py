@@ -24,6 +24,7 @@ from folders import (
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForSequenceClassification
 
+from configuration_iha import PRESETS
 from conversion_iha import CheckpointError, convert, verify
 from conversion_iha.compare import PROMPTS
 from conversion_iha.destination import MARKER
@@ -333,6 +334,7 @@ OPTIONS = {
     },
     "verify": {"--dtype", "--structure-only", "--new-tokens", "--device", "--revision", "--json"},
     "export": {"--link", "--overwrite", "--check", "--no-check", "--device", "--revision", "--json"},
+    "inspect": {"--output-dir", "--prompt", "--layer", "--head", "--revision", "--json"},
     "plan": {
         "--length",
         "--num-pseudo-heads",
