@@ -74,7 +74,7 @@ def inspect(
             raise ValueError(f"layer={layer} must be one with pseudo-heads: {', '.join(map(str, mixing))}.")
         if output_dir is not None:
             patterns, tokens = _read(folder, prompt, layer, head) if prompt is not None else (None, [])
-            _write(Path(output_dir), str(source), rows, mixing, layer, patterns, tokens, prompt)
+            _write(Path(output_dir), Path(source).name, rows, mixing, layer, patterns, tokens, prompt)
     return rows
 
 

@@ -1,8 +1,9 @@
 """Figures of what heads mix and of what they attend to, as matplotlib figures that no window shows."""
 
 import torch
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import PowerNorm, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .patterns import Patterns
 
@@ -29,6 +30,8 @@ def draw_mixing(layer: int, mixing: dict[str, torch.Tensor]) -> Figure:
             image = ax.imshow(tensors[kind][j].numpy(), cmap="RdBu_r", norm=TwoSlopeNorm(0, -largest, largest))
             ax.set_title(f"{name}, pseudo-head {j}", fontsize=9)
             ax.tick_params(labelsize=7)
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_major_locator(MaxNLocator(integer=True))
         row[0].set_ylabel("of head" if kind != "collapse" else "into head", fontsize=8)
         figure.colorbar(image, ax=row, shrink=0.8).ax.tick_params(labelsize=7)
     for ax in axes[-1]:
@@ -57,7 +60,7 @@ def draw_patterns(patterns: Patterns, tokens: list[str]) -> Figure:
     labels = [repr(token)[1:-1] for token in tokens]
     for place, title, weights in places:
         ax = figure.add_subplot(place)
-        image = ax.imshow(weights.numpy(), cmap="magma", vmin=0, vmax=1)
+        image = ax.imshow(weights.numpy(), cmap="magma", norm=PowerNorm(0.5, 0, 1))
         ax.set_title(title, fontsize=9)
         ax.set_xticks(range(0, len(tokens), step), labels[::step], rotation=90, fontsize=5)
         ax.set_yticks(range(0, len(tokens), step), labels[::step], fontsize=5)

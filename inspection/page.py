@@ -21,21 +21,15 @@ summary { cursor: pointer; padding: 0.4rem 0; }
 pre { white-space: pre-wrap; background: #f5f5f5; padding: 0.5rem; }
 """
 COLUMNS = (
-    "layer",
-    "P",
-    "queries",
-    "keys",
-    "values",
-    "collapse",
-    "distinct queries",
-    "keys",
-    "values",
-    "collapse reads",
+    *("layer", "P"),
+    *("q distance", "k distance", "v distance", "collapse distance"),
+    *("q distinct", "k distinct", "v distinct", "collapse reads, %"),
 )
 LEGEND = (
-    "Distances are from a plain copy of the heads, relative to its size: 0 is what a Llama model has. Distinct is the "
-    "effective number of different pseudo-heads, 1 to P. The last column says how much the collapse reads of each "
-    "pseudo-head, in percent."
+    "Distances are from plain copies of the heads, relative to their size; the collapse's is from reading the last "
+    "pseudo-head alone. Distinct is the effective number of different pseudo-heads, 1 to P. The last column is how "
+    "much the collapse reads of each pseudo-head. A model at a distance may still compute what a Llama model does: "
+    "iha export tells."
 )
 
 

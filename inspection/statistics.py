@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:mixer\.(q_mix|k_mix|v_mix)|(collapse)\.weight)$")
+# PEFT puts modules of its own in between.
+NAME = re.compile(r"\blayers\.(\d+)\.self_attn\.(?:mixer\.(?:.+\.)?(q_mix|k_mix|v_mix)|(collapse)\.(?:.+\.)?weight)$")
 
 
 @dataclass(frozen=True)

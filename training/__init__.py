@@ -5,6 +5,7 @@ import importlib
 # Where each name is. Imported when it is asked for: planning needs neither TRL nor PEFT.
 _MODULES = {
     "IHATrainer": "trainer",
+    "MixingFigures": "figures",
     "Plan": "plan",
     "check_choices": "runs",
     "choose_trainable": "mixing",
@@ -18,6 +19,7 @@ _MODULES = {
 
 __all__ = [
     "IHATrainer",
+    "MixingFigures",
     "Plan",
     "check_choices",
     "choose_trainable",
@@ -36,8 +38,9 @@ def __getattr__(name: str):
     try:
         value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("trl", "peft", "datasets"):
+        extra = {"matplotlib": "plot", "tensorboard": "plot", "trl": "train", "peft": "train", "datasets": "train"}
+        if error.name not in extra:
             raise
-        raise ImportError(f"{__name__}.{name} needs pip install 'modeling-iha[train]'") from error
+        raise ImportError(f"{__name__}.{name} needs pip install 'modeling-iha[{extra[error.name]}]'") from error
     globals()[name] = value
     return value

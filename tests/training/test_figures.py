@@ -1,0 +1,41 @@
+"""Figures of a real training run, read back as TensorBoard reads them."""
+
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import Trainer, TrainingArguments
+
+from modeling_iha import IHAConfig, IHAForCausalLM
+from training_iha import MixingFigures, lora_config
+
+
+def make_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return IHAForCausalLM(IHAConfig(vocab_size=32, num_hidden_layers=3, num_pseudo_heads=[2, 1, 2], **sizes))
+
+
+def images(model, folder):
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [[1, 2, 3, 4]] * 8})
+    settings = {"per_device_train_batch_size": 1, "max_steps": 4, "save_steps": 2, "learning_rate": 0.05}
+    args = TrainingArguments(folder, **settings, report_to=[], disable_tqdm=True, use_cpu=True)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[MixingFigures()])
+    trainer.train()
+    events = EventAccumulator(str(folder / "mixing"), size_guidance={"images": 0}).Reload()
+    return {tag: events.Images(tag) for tag in events.Tags()["images"]}
+
+
+def test_at_the_start_at_checkpoints_and_at_the_end(tmp_path):
+    found = images(make_model(), tmp_path)
+    assert found.keys() == {f"{what}/layer {layer:03}" for what in ("mixing", "graph") for layer in (0, 2)}
+    for shown in found.values():
+        assert [image.step for image in shown] == [0, 2, 4]
+        assert len({image.encoded_image_string for image in shown}) == 3  # it learns
+        assert all(image.encoded_image_string.startswith(b"\x89PNG") for image in shown)
+
+
+def test_with_an_adapter(tmp_path):
+    """The tensors that are trained, not the ones that PEFT keeps from before."""
+    found = images(get_peft_model(make_model(), lora_config(rank=2, alpha=4)), tmp_path)
+    assert len(found) == 4 and len({image.encoded_image_string for image in found["mixing/layer 002"]}) == 3
