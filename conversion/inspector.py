@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from transformers.utils import logging
 
 from configuration_iha import IHAConfig
@@ -93,26 +94,22 @@ def _read(folder: Path, prompt: str, layer: int, head: int) -> tuple[Patterns, l
 def _write(folder: Path, name: str, rows, mixing, layer: int, patterns: Patterns | None, tokens, prompt) -> None:
     folder = Path(os.path.abspath(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    figures = {f"Pseudo-heads of layer {layer}": ("graph", draw_graph(layer, mixing[layer]))}
-    if patterns is not None:
-        title = f"Attention of layer {layer}, head {patterns.head}"
-        figures[title] = ("attention", draw_patterns(patterns, tokens))
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        drawn = {}
-        for index, tensors in logging.tqdm(mixing.items(), desc="Drawing layers", disable=None):
-            drawn[index] = draw_mixing(index, tensors)
-            drawn[index].savefig(new / f"mixing-{index:03}.png", dpi=110)
-        for name_of_file, figure in figures.values():
-            figure.savefig(new / f"{name_of_file}.png", dpi=150)
-        write_page(
-            new / "index.html",
-            f"Inside {name}",
-            rows,
-            {title: figure for title, (_, figure) in figures.items()},
-            drawn,
-            prompt,
-        )
+        figures = {f"Pseudo-heads of layer {layer}": _draw(draw_graph(layer, mixing[layer]), new / "graph.png")}
+        if patterns is not None:
+            title = f"Attention of layer {layer}, head {patterns.head}"
+            figures[title] = _draw(draw_patterns(patterns, tokens), new / "attention.png")
+        drawn = {
+            index: _draw(draw_mixing(index, tensors), new / f"mixing-{index:03}.png")
+            for index, tensors in logging.tqdm(mixing.items(), desc="Drawing layers", disable=None)
+        }
+        write_page(new / "index.html", f"Inside {name}", rows, figures, drawn, prompt)
         (new / "statistics.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
         os.rename(new, folder)
+
+
+def _draw(figure: Figure, file: Path) -> Path:
+    figure.savefig(file, dpi=110)
+    return file

@@ -2,10 +2,7 @@
 
 import base64
 import html
-import io
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 from .statistics import LayerStatistics
 
@@ -48,8 +45,8 @@ def write_page(
     file: Path,
     title: str,
     rows: list[LayerStatistics],
-    figures: dict[str, Figure],
-    mixing: dict[int, Figure],
+    figures: dict[str, Path],
+    mixing: dict[int, Path],
     prompt: str | None = None,
 ) -> None:
     """
@@ -59,8 +56,8 @@ def write_page(
         file: of HTML.
         title: its heading.
         rows: of the table.
-        figures: by their headings.
-        mixing: of each layer, folded away.
+        figures: PNG files by their headings.
+        mixing: one of each layer, folded away.
         prompt: what the model read, if it read something.
     """
     head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
@@ -87,8 +84,6 @@ def write_page(
     )
 
 
-def _image(figure: Figure, description: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    encoded = base64.b64encode(buffer.getvalue()).decode()
+def _image(file: Path, description: str) -> str:
+    encoded = base64.b64encode(file.read_bytes()).decode()
     return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{encoded}">'
