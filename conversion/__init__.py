@@ -10,10 +10,11 @@ _MODULES = {
     "convert": "converter",
     "export": "exporter",
     "inspect": "inspector",
+    "push": "pusher",
     "verify": "verifier",
 }
 
-__all__ = ["CheckpointError", "Comparison", "Verification", "convert", "export", "inspect", "verify"]
+__all__ = ["CheckpointError", "Comparison", "Verification", "convert", "export", "inspect", "push", "verify"]
 
 
 def __getattr__(name: str):

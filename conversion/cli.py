@@ -1,4 +1,4 @@
-"""The command line: `iha convert`, `iha verify`, `iha export`, `iha inspect`, `iha plan`, `iha bench`, `iha serve`."""
+"""The command line: `iha convert`, `verify`, `export`, `inspect`, `push`, `plan`, `bench` and `serve`."""
 
 import functools
 import json
@@ -334,6 +334,25 @@ def inspect(
     console.print(LEGEND, highlight=False)
     if output_dir is not None:
         console.print(f"Written: {output_dir / 'index.html'}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="IHA folder, converted or trained.")],
+    repo_id: Annotated[str, typer.Argument(help="Repository of the Hub: name/model; made if it is not there.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new one private.")] = False,
+) -> None:
+    """
+    Push an IHA folder to the Hub, where anyone loads it, with this package or without.
+
+    The folder brings its own code, and its card (README.md), whose snippets then name the repository. `hf auth login`
+    logs in.
+    """
+    from .pusher import push as run
+
+    with _errors():
+        address = run(folder, repo_id, private=private)
+    console.print(f"Pushed: {address}", highlight=False, soft_wrap=True)
 
 
 @app.command()

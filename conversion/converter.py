@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from configuration_iha import IHAConfig, flop_matched_schedule
 from modeling_iha.bundle import AUTO_MAP, write_bundle
 
+from .card import conversion_card, read_licence
 from .carry import carry_all, origin, require_room
 from .checkpoint import (
     INDEX,
@@ -102,8 +103,13 @@ def convert(
         write_bundle(place.new)
         config.auto_map = dict(AUTO_MAP)
         config.save_pretrained(place.new)
+        reasons = check_mixing(config, mixing)
+        base_model = None if Path(source).exists() else str(source)
+        conversion_card(destination.name, config, base_model, read_licence(folder), reasons).save(
+            place.new / "README.md"
+        )
         read_checkpoint(place.new)
-    return check_mixing(config, mixing)
+    return reasons
 
 
 def _files_to_carry(llama: Checkpoint, work: Path) -> list[tuple[Path, Path]]:

@@ -72,7 +72,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *CARRIED_FILES]
+    patterns = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json", *CARRIED_FILES]
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:

@@ -335,6 +335,7 @@ OPTIONS = {
     "verify": {"--dtype", "--structure-only", "--new-tokens", "--device", "--revision", "--json"},
     "export": {"--link", "--overwrite", "--check", "--no-check", "--device", "--revision", "--json"},
     "inspect": {"--output-dir", "--prompt", "--layer", "--head", "--revision", "--json"},
+    "push": {"--private"},
     "plan": {
         "--length",
         "--num-pseudo-heads",
