@@ -5,7 +5,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -33,12 +33,18 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked folder: its config.json, its shards in order and every tensor in them."""
+    """
+    A checked folder: its config.json, its shards in order and every tensor in them. Where it is read as a Llama
+    model's (`families.as_llama`), `windows` has `layer_types` and `sliding_window` of layers that slide, and `zeros`
+    the names of tensors that are not there and would be zero.
+    """
 
     folder: Path
     config: dict
     shards: tuple[str, ...]
     tensors: dict[str, TensorEntry]
+    windows: dict = field(default_factory=dict)
+    zeros: tuple[str, ...] = ()
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -48,9 +48,9 @@ def convert(
     overwrite: bool = False,
 ) -> list[str]:
     """
-    Converts a Llama checkpoint. Weight files are carried byte for byte and never parsed; with the default phases and
-    init the model computes exactly what it did. Run again after an interruption it goes on where it stopped; the
-    destination appears when it is whole.
+    Converts a Llama checkpoint, or one of another family whose function is a Llama model's (Mistral, Qwen2). Weight
+    files are carried byte for byte and never parsed; with the default phases and init the model computes exactly what
+    it did. Run again after an interruption it goes on where it stopped; the destination appears when it is whole.
 
     Args:
         source: a folder, a .gguf file, or a Hub id.
@@ -81,8 +81,10 @@ def convert(
     ):
         llama = read_llama(folder)
         plain = build_config(llama, LlamaConfig)
-        layers = {"num_pseudo_heads": num_pseudo_heads}
+        layers = {"num_pseudo_heads": num_pseudo_heads, **llama.windows}
         if hybrid_length is not None:
+            if llama.windows:
+                raise ValueError(f"hybrid_length={hybrid_length} must be left out: {source} has windows of its own.")
             layers = flop_matched_schedule(plain.num_hidden_layers, hybrid_length, num_pseudo_heads)
         config = IHAConfig.from_llama(
             plain,
@@ -91,19 +93,21 @@ def convert(
             mixing_init=mixing_init,
             mixing_init_std=mixing_init_std,
         )
-        mixing = make_mixing(config, main_dtype(llama), seed)
+        dtype = main_dtype(llama)
+        mixing = make_mixing(config, dtype, seed)
+        added = mixing | {name: torch.zeros(config.hidden_size, dtype=dtype) for name in llama.zeros}
         files = _files_to_carry(llama, place.new)
         place.begin(origin(files, link))
         require_room(files, place.scratch, link)
         carry_all(files, place.new, link)
-        if mixing:
+        if added:
             # Not save_file, which makes the file unreadable for others than its owner.
-            (place.new / MIXING_FILE).write_bytes(save(mixing, metadata={"format": "pt"}))
-        _write_index(llama, mixing, place.new)
+            (place.new / MIXING_FILE).write_bytes(save(added, metadata={"format": "pt"}))
+        _write_index(llama, added, place.new)
         write_bundle(place.new)
         config.auto_map = dict(AUTO_MAP)
         config.save_pretrained(place.new)
-        reasons = check_mixing(config, mixing)
+        reasons = check_mixing(config, mixing, llama.windows)
         base_model = None if Path(source).exists() else str(source)
         conversion_card(destination.name, config, base_model, read_licence(folder), reasons).save(
             place.new / "README.md"
@@ -120,13 +124,13 @@ def _files_to_carry(llama: Checkpoint, work: Path) -> list[tuple[Path, Path]]:
     return [(resolve_inside(llama.folder, name), work / target) for name, target in names.items()]
 
 
-def _write_index(llama: Checkpoint, mixing: dict[str, torch.Tensor], work: Path) -> None:
+def _write_index(llama: Checkpoint, added: dict[str, torch.Tensor], work: Path) -> None:
     shards = {
         name: CARRIED_WEIGHTS if entry.shard == WEIGHTS else entry.shard for name, entry in llama.tensors.items()
     }
-    mixing_bytes = sum(tensor.nbytes for tensor in mixing.values())
+    added_bytes = sum(tensor.nbytes for tensor in added.values())
     index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry in llama.tensors.values()) + mixing_bytes},
-        "weight_map": dict(sorted({**shards, **dict.fromkeys(mixing, MIXING_FILE)}.items())),
+        "metadata": {"total_size": sum(entry.nbytes for entry in llama.tensors.values()) + added_bytes},
+        "weight_map": dict(sorted({**shards, **dict.fromkeys(added, MIXING_FILE)}.items())),
     }
     (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from configuration_iha import IHAConfig
 from modeling_iha import IHAPreTrainedModel
 
 from .checkpoint import Checkpoint, CheckpointError, build_config, read_checkpoint, read_json
+from .families import as_llama
 
 # Llama's question-answering head names its backbone differently, so its files cannot be carried as they are.
 CONVERTIBLE = ("IHAForCausalLM", "IHAModel", "IHAForSequenceClassification", "IHAForTokenClassification")
@@ -26,15 +27,15 @@ TORCH_DTYPE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 
 def read_llama(folder: Path) -> Checkpoint:
     """
-    Reads a folder as a Llama checkpoint.
+    Reads a folder as a Llama checkpoint, also one of another family whose function is a Llama model's.
 
     Raises:
         CheckpointError: it is not whole, not Llama's, or holds something whose meaning is unknown.
     """
     checkpoint = read_checkpoint(folder)
+    refuse_unknown(checkpoint, UNKNOWN.keys() - {"sliding_window"})
+    checkpoint = as_llama(checkpoint)
     config = checkpoint.config
-    if config.get("model_type") != "llama":
-        raise CheckpointError(f"config.json: model_type {config.get('model_type')!r}; only 'llama' becomes IHA.")
     refuse_unknown(checkpoint, UNKNOWN)
     if config.get("is_causal") is False:
         raise CheckpointError("config.json: 'is_causal' is false: bidirectional models are not supported.")
@@ -66,7 +67,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     optional = set(model.all_tied_weights_keys)
     for name, shape in expected.items():
-        if name not in checkpoint.tensors and name not in optional:
+        if name not in checkpoint.tensors and name not in optional and name not in checkpoint.zeros:
             raise CheckpointError(f"{checkpoint.folder}: tensor {name!r} is missing from the weights.")
         if name in checkpoint.tensors and checkpoint.tensors[name].shape != shape:
             entry = checkpoint.tensors[name]

@@ -36,6 +36,11 @@ def make_mixing(config: IHAConfig, dtype: torch.dtype, seed: int) -> dict[str, t
     return mixing
 
 
+def added_shapes(config: IHAConfig, zeros: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all that a conversion adds: mixing tensors, and biases that are zero."""
+    return {**mixing_shapes(config), **dict.fromkeys(zeros, (config.hidden_size,))}
+
+
 def mixing_shapes(config: IHAConfig) -> dict[str, tuple[int, ...]]:
     """The shapes that the tensors have."""
     with _absurd_counts_refused(config), torch.device("meta"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint import CheckpointError
+from .families import FAMILIES
 
 CARRIED_FILES = (
     "tokenizer*",
@@ -107,8 +108,8 @@ def _read_and_save(where: dict[str, str], folder: Path, dtype: torch.dtype) -> N
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(**where)
-    if config.model_type != "llama":
-        raise CheckpointError(f"model type {config.model_type!r}; only 'llama' becomes IHA.")
+    if config.model_type not in ("llama", *FAMILIES):
+        raise CheckpointError(f"model type {config.model_type!r}; only {', '.join(('llama', *FAMILIES))} become IHA.")
     with torch.device("meta"):
         needed = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) * dtype.itemsize
     if (free := shutil.disk_usage(folder).free) < needed:

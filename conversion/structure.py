@@ -12,13 +12,13 @@ from configuration_iha import IHAConfig
 from modeling_iha.bundle import AUTO_MAP
 
 from .checkpoint import Checkpoint, TensorEntry, build_config, resolve_inside
-from .mixing import mixing_shapes
+from .mixing import added_shapes
 
 CHUNK = 16 << 20
 LARGEST = 256  # in a mixing tensor; no initialisation comes near it
 
 
-def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str]:
+def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor], windows: dict | None = None) -> list[str]:
     """
     The conditions under which a layer's function is Llama's. With shared phases and keys that are identity copies,
     the last pseudo-head of a token gives the P copies of each token it sees the same logit, so an attention weight w
@@ -28,6 +28,7 @@ def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str
     Args:
         config: of the IHA model.
         mixing: its mixing tensors by name; layers with P = 1 have none.
+        windows: `layer_types` and `sliding_window` of the source, where its layers slide.
 
     Returns:
         What is not met, a line each; empty where the function is Llama's.
@@ -35,8 +36,9 @@ def check_mixing(config: IHAConfig, mixing: dict[str, torch.Tensor]) -> list[str
     reasons = []
     if not config.is_causal:
         reasons.append("is_causal: false, so that tokens see later ones")
-    if not all(layer_type == "full_attention" for layer_type in config.layer_types):
-        reasons.append("layer_types: a sliding layer does not see all that Llama's sees")
+    full = {"layer_types": ["full_attention"] * config.num_hidden_layers, "sliding_window": None}
+    if {name: getattr(config, name) for name in full} != (windows or full):
+        reasons.append("layer_types, sliding_window: a sliding layer does not see all that the source's sees")
     if config.rope_phases != "shared" and any(
         config.get_num_pseudo_heads(layer) > 1 for layer in range(config.num_hidden_layers)
     ):
@@ -76,7 +78,7 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
         What is not met, a line each; empty where the function is proved to be the same.
     """
     config = build_config(iha, IHAConfig)
-    shapes = mixing_shapes(config)
+    shapes = added_shapes(config, llama.zeros)
     mixing = {name: entry for name, entry in iha.tensors.items() if name in shapes}
     carried = llama.tensors.keys() & iha.tensors.keys()
     reasons = []
@@ -97,7 +99,10 @@ def check_structure(llama: Checkpoint, iha: Checkpoint) -> list[str]:
         f"{name}: shape {mixing[name].shape}, num_pseudo_heads in config.json makes it {shapes[name]}"
         for name in sorted(misshapen)
     ]
-    return reasons + check_mixing(config, load_tensors(iha, mixing.keys() - misshapen))
+    tensors = load_tensors(iha, mixing.keys() - misshapen)
+    zeros = {name: tensors.pop(name) for name in llama.zeros if name in tensors}
+    reasons += [f"{name}: not zero, and the source has no such bias" for name in zeros if zeros[name].any()]
+    return reasons + check_mixing(config, tensors, llama.windows)
 
 
 def _check_fields(llama_config: LlamaConfig, config: IHAConfig) -> list[str]:

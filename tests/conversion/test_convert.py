@@ -152,7 +152,7 @@ def test_normal_init_is_reported_as_another_function(tmp_path):
 def test_the_hybrid_schedule_is_made_and_reported_as_another_function(tmp_path):
     source = make_llama(tmp_path / "llama", num_hidden_layers=5)
     reasons = convert(source, tmp_path / "iha", num_pseudo_heads=2, hybrid_length=64)
-    assert reasons == ["layer_types: a sliding layer does not see all that Llama's sees"]
+    assert reasons == ["layer_types, sliding_window: a sliding layer does not see all that the source's sees"]
     config = IHAConfig.from_pretrained(tmp_path / "iha")
     for name, value in flop_matched_schedule(5, 64, 2).items():
         assert getattr(config, name) == value, name
