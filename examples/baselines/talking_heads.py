@@ -59,7 +59,7 @@ class TalkingHeadsAttention(LlamaAttention):
 
 
 class TalkingHeadsConfig(LlamaConfig):
-    """Llama's fields. Both mixings start as the identity and some noise of `initializer_range`: as Llama's attention."""
+    """Llama's fields. Both mixings start as the identity, Llama's attention, and noise of `initializer_range`."""
 
     model_type = "talking_heads"
 
