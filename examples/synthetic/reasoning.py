@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 SPLITS = ("train", "validation", "test")
 EVALUATION_ROWS = 250  # at once
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def main():
     parser.add_argument("--task", nargs="+", choices=FULL, default=list(FULL), help="(%(default)s)")
     parser.add_argument("--small", action="store_true", help="smaller everything: minutes a task on two cores")
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output/synthetic"), help="(%(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time, one core each (%(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time, a core each (%(default)s)")
     args = parser.parse_args()
     chosen = [(SMALL if args.small else FULL)[task] for task in dict.fromkeys(args.task)]
     study(args.output_dir, chosen, args.processes)
@@ -175,9 +176,9 @@ def train(settings: Settings, variant: str, rate: float, seed: int) -> dict:
         `chance`, the share of the commonest, and `positives`, that of label 1.
     """
     start = time.process_time()
-    data, validation, test = (examples(settings, seed, split) for split in SPLITS)
+    data, validation, test = (examples(settings, seed, split).to(DEVICE) for split in SPLITS)
     torch.manual_seed(seed)
-    model = build(settings, variant)
+    model = build(settings, variant).to(DEVICE)
     order = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.01)
     curve, best = [], None

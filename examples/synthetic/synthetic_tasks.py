@@ -26,6 +26,9 @@ class Examples:
     def __getitem__(self, rows) -> "Examples":
         return Examples(self.ids[rows], self.first[rows], self.second[rows], self.labels[rows])
 
+    def to(self, device: str) -> "Examples":
+        return Examples(*(states.to(device) for states in (self.ids, self.first, self.second, self.labels)))
+
     def __len__(self) -> int:
         return len(self.ids)
 
