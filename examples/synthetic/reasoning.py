@@ -181,8 +181,8 @@ def train(settings: Settings, variant: str, rate: float, seed: int) -> dict:
     model = build(settings, variant).to(DEVICE)
     order = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.01)
-    curve, best = [], None
-    while len(curve) < settings.epochs and (not curve or len(curve) - 1 - curve.index(max(curve)) < settings.patience):
+    curve, best, weights = [], 0, None
+    while len(curve) < settings.epochs and len(curve) - best <= settings.patience:
         for rows in torch.randperm(len(data), generator=order).split(settings.batch):
             batch = data[rows]
             loss = cross_entropy(logits(model, batch)[batch.real], batch.labels[batch.real])
@@ -191,9 +191,9 @@ def train(settings: Settings, variant: str, rate: float, seed: int) -> dict:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         curve.append(accuracy(model, validation))
-        if curve[-1] == max(curve) and curve.index(curve[-1]) == len(curve) - 1:
-            best = copy.deepcopy(model.state_dict())
-    model.load_state_dict(best)
+        if curve.index(max(curve)) == len(curve) - 1:
+            best, weights = len(curve) - 1, copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
     labels = test.labels[test.real]
     return {
         "validation": curve,
