@@ -21,12 +21,15 @@ from pathlib import Path
 
 import torch
 from one_layer import VARIANTS, Reasoner, configuration, layer_flops
-from synthetic_tasks import Examples, composition, cpm3
+from synthetic_tasks import Examples, composition, counting_accuracy, cpm3
 from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 SPLITS = ("train", "validation", "test")
+RELATIONS = {"binary": 2, "ternary": 3}
+COLUMNS = ("task", "model", "parameters", "FLOPs of a token", "test accuracy", "each seed")
+COLUMNS += ("chance", "positives", "counts alone")
 EVALUATION_ROWS = 250  # at once
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -158,8 +161,19 @@ def examples(settings: Settings, seed: int, split: str) -> Examples:
     generator = torch.Generator().manual_seed(len(SPLITS) * seed + index)
     if settings.task == "cpm3":
         return cpm3(settings.rows[index], settings.sizes, settings.modulus, settings.classes, generator)
-    relations = {"binary": 2, "ternary": 3}[settings.task]
-    return composition(settings.rows[index], relations, settings.sizes, settings.density, generator)
+    return composition(settings.rows[index], RELATIONS[settings.task], settings.sizes, settings.density, generator)
+
+
+def counting(settings: Settings) -> float | None:
+    """`counting_accuracy` over the tokens of all sizes; None of cpm3."""
+    if settings.task == "cpm3":
+        return None
+    low, high = settings.sizes
+    tokens = {size: size**2 for size in range(low, high + 1)}
+    each = [
+        count * counting_accuracy(size, RELATIONS[settings.task], settings.density) for size, count in tokens.items()
+    ]
+    return sum(each) / sum(tokens.values())
 
 
 def build(settings: Settings, variant: str) -> Reasoner:
@@ -235,6 +249,7 @@ def report(folder: Path, chosen: list[Settings]):
                 "rate": [run["rate"] for run in runs],
                 "chance": statistics.mean(run["chance"] for run in runs),
                 "positives": None if settings.classes > 2 else statistics.mean(run["positives"] for run in runs),
+                "counts alone": counting(settings),
                 "cpu seconds": sum(run["cpu seconds"] for run in runs),
             }
             rows.append(row)
@@ -243,26 +258,25 @@ def report(folder: Path, chosen: list[Settings]):
                 f"| {settings.task} | {variant} | {row['parameters']:,} | {row['flops a token']:,.0f} | "
                 f"{statistics.mean(row['test']):.3f} ± {statistics.stdev(row['test']):.3f} | "
                 f"{', '.join(f'{value:.3f}' for value in row['test'])} | {row['chance']:.3f} | "
-                f"{'-' if row['positives'] is None else format(row['positives'], '.3f')} |"
+                f"{share(row['positives'])} | {share(row['counts alone'])} |"
             )
-    table = "\n".join(
-        [
-            "| task | model | parameters | FLOPs of a token | test accuracy | each seed | chance | positives |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-            *lines,
-        ]
-    )
+    table = "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *lines])
     note = " ".join(map(describe, chosen)) + (
         " Accuracy over the real tokens of the test rows, mean ± standard deviation over the seeds "
         f"{', '.join(map(str, chosen[0].seeds))}; of each seed the learning rate "
         f"({' or '.join(f'{rate:g}' for rate in chosen[0].learning_rates)}) and the epoch that were best in "
-        "validation. FLOPs: of the layer's forward. Chance: the share of the commonest label."
+        "validation. FLOPs: of the layer's forward. Chance: the share of the commonest label. Counts alone: the best of "
+        "answers that only count how many i is related to and how many are related to j."
     )
     (folder / "results.md").write_text(f"# synthetic\n\n{table}\n\n{note}\n", encoding="utf-8")
     results = {"settings": [dataclasses.asdict(settings) for settings in chosen], "rows": rows, "validation": curves}
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     draw(curves, {row["task"]: row["chance"] for row in rows}, folder / "curves.png")
     print(f"{table}\n\n{note}")
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def best_rate(folder: Path, settings: Settings, variant: str, seed: int) -> dict:

@@ -1,5 +1,6 @@
 """The tasks: composition of two or three binary relations, and the count of matching triples (CPM-3)."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -84,9 +85,31 @@ def positive_rate(size: int, relations: int, density: float) -> float:
     """The chance that a pair of m elements is related by the composition of two or three relations."""
     if relations == 2:
         return 1 - (1 - density**2) ** size
-    # Of i's a successors, each element is reached by at least one with the same chance, independently.
+    # Of i's successors, each element is reached by at least one with the same chance, independently.
     none = 0.0
     for count in range(size + 1):
-        chance = math.comb(size, count) * density**count * (1 - density) ** (size - count)
-        none += chance * (1 - density * (1 - (1 - density) ** count)) ** size
+        none += _chance(count, size, density) * (1 - density * (1 - (1 - density) ** count)) ** size
     return 1 - none
+
+
+def counting_accuracy(size: int, relations: int, density: float) -> float:
+    """
+    How often the best answer is right that only counts: i's successors in the first relation, j's predecessors in the
+    last, and of three relations the pairs of the middle one. It composes nothing.
+    """
+    right = 0.0
+    middle = [(0, 1.0)] if relations == 2 else [(n, _chance(n, size**2, density)) for n in range(size**2 + 1)]
+    for successors, predecessors in itertools.product(range(size + 1), repeat=2):
+        chance = _chance(successors, size, density) * _chance(predecessors, size, density)
+        for pairs, chance_of_pairs in middle:
+            if relations == 2:  # no predecessor is a successor
+                none = math.comb(size - successors, predecessors) / math.comb(size, predecessors)
+            else:  # no pair of the middle goes from one to the other
+                none = math.comb(size**2 - successors * predecessors, pairs) / math.comb(size**2, pairs)
+            right += chance * chance_of_pairs * max(none, 1 - none)
+    return right
+
+
+def _chance(count: int, of: int, density: float) -> float:
+    """That so many of so many are drawn."""
+    return math.comb(of, count) * density**count * (1 - density) ** (of - count)

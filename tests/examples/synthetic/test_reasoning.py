@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections import defaultdict
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ sys.path.insert(0, str(EXAMPLES / "synthetic"))
 
 import reasoning
 from one_layer import VARIANTS
-from synthetic_tasks import IGNORED, composition, cpm3, positive_rate
+from synthetic_tasks import IGNORED, composition, counting_accuracy, cpm3, positive_rate
 
 TINY = dataclasses.replace(
     reasoning.SMALL["binary"],
@@ -79,15 +80,19 @@ def test_matching_triples_are_counted_as_in_plain_loops():
 
 
 @pytest.mark.parametrize("relations", [2, 3])
-def test_the_positive_rate_is_that_of_all_relations(relations):
-    """Two elements: all relations there are, each with its chance."""
-    density, rate = 0.3, 0.0
+def test_rates_are_those_of_all_relations(relations):
+    """Two elements: all relations there are, each with its chance. What is counted: R(0, .), .(., 1), the middle."""
+    density, rate, by_counts = 0.3, 0.0, defaultdict(lambda: [0.0, 0.0])
     for bits in itertools.product((0, 1), repeat=4 * relations):
         matrices = torch.tensor(bits).view(relations, 2, 2)
         reached = matrices[0]
         for matrix in matrices[1:]:
             reached = reached @ matrix
-        rate += density ** sum(bits) * (1 - density) ** (len(bits) - sum(bits)) * bool(reached[0, 1])
+        chance, related = density ** sum(bits) * (1 - density) ** (len(bits) - sum(bits)), bool(reached[0, 1])
+        rate += chance * related
+        middle = int(matrices[1:-1].sum())
+        by_counts[int(matrices[0, 0].sum()), int(matrices[-1, :, 1].sum()), middle][related] += chance
+    assert counting_accuracy(2, relations, density) == pytest.approx(sum(map(max, by_counts.values())), abs=1e-12)
     assert positive_rate(2, relations, density) == pytest.approx(rate, abs=1e-12)
 
 
@@ -99,7 +104,7 @@ def test_labels_are_near_half_positive_as_computed(settings):
         assert capped < 0.05  # few counts are too high to be told
         return
     low, high = settings.sizes
-    relations = {"binary": 2, "ternary": 3}[settings.task]
+    relations = reasoning.RELATIONS[settings.task]
     tokens = {size: size**2 for size in range(low, high + 1)}
     rate = sum(count * positive_rate(size, relations, settings.density) for size, count in tokens.items())
     rate /= sum(tokens.values())
