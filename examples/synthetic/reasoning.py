@@ -265,8 +265,8 @@ def report(folder: Path, chosen: list[Settings]):
         " Accuracy over the real tokens of the test rows, mean ± standard deviation over the seeds "
         f"{', '.join(map(str, chosen[0].seeds))}; of each seed the learning rate "
         f"({' or '.join(f'{rate:g}' for rate in chosen[0].learning_rates)}) and the epoch that were best in "
-        "validation. FLOPs: of the layer's forward. Chance: the share of the commonest label. Counts alone: the best of "
-        "answers that only count how many i is related to and how many are related to j."
+        "validation. FLOPs: of the layer's forward. Chance: the share of the commonest label. Counts alone: of the "
+        "best answer that counts i's successors, j's predecessors and, of three relations, the middle one's pairs."
     )
     (folder / "results.md").write_text(f"# synthetic\n\n{table}\n\n{note}\n", encoding="utf-8")
     results = {"settings": [dataclasses.asdict(settings) for settings in chosen], "rows": rows, "validation": curves}
