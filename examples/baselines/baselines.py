@@ -67,6 +67,8 @@ def configuration(name: str, shape: IHAConfig, sequence_length: int, num_pseudo_
     """
     if name not in BASELINES:
         raise ValueError(f"baseline {name!r} must be one of {', '.join(map(repr, BASELINES))}.")
+    if BASELINES[name].config_class is DiffLlamaConfig and shape.num_key_value_heads % 2:
+        raise ValueError(f"num_key_value_heads={shape.num_key_value_heads} must be even: {name} takes them in pairs.")
 
     def build(baseline: str, intermediate_size: int) -> PreTrainedConfig:
         fields = {field: getattr(shape, field) for field in (*SHAPE, "rope_parameters", "rms_norm_eps")}

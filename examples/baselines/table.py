@@ -26,7 +26,10 @@ def main():
     parser.add_argument("--num_pseudo_heads", type=int, default=2, help="P (%(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output/baselines"), help="(%(default)s)")
     args = parser.parse_args()
-    rows = compare(preset(args.preset), args.sequence_length, args.num_pseudo_heads)
+    try:
+        rows = compare(preset(args.preset), args.sequence_length, args.num_pseudo_heads)
+    except ValueError as error:  # one of them cannot have this shape, or not at these FLOPs
+        parser.error(str(error))
     write(args.output_dir, rows, args.preset, args.sequence_length, args.num_pseudo_heads)
 
 

@@ -259,3 +259,14 @@ def test_the_table_has_all_of_them(tmp_path, capsys):
     shown = (EXAMPLES / "baselines" / "results.md").read_text()
     assert (tmp_path / "results.md").read_text() == shown
     assert shown.split("\n\n", 1)[1].strip() == capsys.readouterr().out.strip()
+
+
+def test_the_table_says_what_cannot_be(tmp_path, capsys):
+    command = ["python", EXAMPLES / "baselines" / "table.py", "smollm2-135m", "--output_dir", tmp_path / "none"]
+    with pytest.raises(SystemExit):
+        run_here(command)
+    assert "error: IHA global with 8192 tokens takes 2.25 times" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_here([*command, "--sequence_length", "1024"])
+    assert "error: num_key_value_heads=3 must be even" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
