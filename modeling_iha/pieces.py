@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from .masks import Piece
-from .virtual_masks import additive, causal_mask, virtual_mask
+from .virtual_masks import additive, causal_mask, hidden, virtual_mask
 
 SMALLEST_BLOCK = 64  # tokens; below it a call costs more than what a smaller block would save
 LARGEST_MASK = 2**25  # entries of one block's mask
@@ -114,6 +114,9 @@ def in_blocks(
         [B, N P, H, d].
     """
     batch, heads, length, head_dim = query.shape
+    if mask is not None and mask.is_floating_point() and mask.dtype != query.dtype:
+        # Beside float64 queries PyTorch's kernel for CPUs takes a float32 mask and reads it wrongly.
+        mask = additive(mask, query.dtype).clamp(min=hidden(query.dtype))
     groups, tokens, keys = key.shape[1], length // size, key.shape[2] // size
     can_cut = is_causal and not isinstance(first_key, torch.Tensor)
     if isinstance(tokens, torch.SymInt) or isinstance(keys, torch.SymInt):

@@ -225,6 +225,20 @@ def test_a_block_mask_of_heads_is_that_of_each_head_on_every_backend(float64_thr
         assert_close(layer(x, None, block_mask)[1], layer(x, None, dense)[1])
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("of_mask", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("of_model", [torch.float32, torch.float64])
+def test_an_additive_mask_of_another_dtype_is_the_same_mask(of_model, of_mask, is_causal, monkeypatch):
+    monkeypatch.setattr(pieces, "LARGEST_MASK", 2**25)  # one block, long enough for the kernel's fast path
+    layer = OneLayer(dtype=of_model, is_causal=is_causal)
+    x, seen = layer.input(1, 24), torch.ones(24, 24, dtype=torch.bool).tril()
+    seen[:, 5:9] = seen[:, 20:] = False
+    seen[0] = True
+    mask = torch.zeros(24, 24, dtype=of_mask).masked_fill(~seen, torch.finfo(of_mask).min)
+    expected = layer(x, None, seen[None, None])[1]
+    assert (layer(x, None, mask[None, None])[1] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def test_masks_of_other_kinds_are_refused():
     layer = OneLayer()
     x = layer.input(1, 4)
