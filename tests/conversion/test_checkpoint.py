@@ -136,7 +136,7 @@ SINGLE = [
     ("config-binary", lambda f: (f / "config.json").write_bytes(b"\xff\xfe{"), "config.json: not valid JSON"),
     ("config-too-deep", lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: not valid JSON"),
     ("config-list", lambda f: edit_json(f / "config.json", lambda c: [c]), "config.json: must hold a JSON object"),
-    ("other-model", lambda f: edit_config(f, model_type="mistral"), "config.json: model_type 'mistral'"),
+    ("other-model", lambda f: edit_config(f, model_type="gpt2"), "config.json: model_type 'gpt2'"),
     (
         "no-model-type",
         lambda f: edit_json(f / "config.json", lambda c: c.pop("model_type") and None),
@@ -248,7 +248,7 @@ def test_refuses_shard_that_would_be_written_over(link, tmp_path):
 
 def test_refused_before_folders_are_made(tmp_path):
     source = make_llama(tmp_path / "llama")
-    edit_config(source, model_type="mistral")
+    edit_config(source, model_type="gpt2")
 
     with pytest.raises(CheckpointError):
         convert(source, tmp_path / "not" / "yet" / "iha")

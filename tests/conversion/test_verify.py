@@ -128,7 +128,7 @@ BROKEN = {
     "fractional-phases": (set_config(rope_phases="fractional"), "rope_phases: 'fractional'"),
     "sliding": (
         set_config(layer_types=["sliding_attention", "full_attention"], sliding_window=4),
-        "layer_types: a sliding layer",
+        "layer_types, sliding_window: a sliding layer",
     ),
     "not-causal": (set_config(is_causal=False), "is_causal: false"),
     "more-pseudo-heads": (set_config(num_pseudo_heads=3), "num_pseudo_heads"),
