@@ -5,8 +5,8 @@ RULER (arXiv:2404.06654) for any checkpoint: 13 tasks whose prompts fill 4,096 t
     python examples/evaluation/ruler.py MODEL --output_dir FOLDER --data FOLDER --baseline FOLDER
     accelerate launch --num_processes 8 examples/evaluation/ruler.py MODEL --output_dir FOLDER --data FOLDER
 
-Given again after an interruption, a command goes on. FOLDER then holds results.json, results.md and ruler.png, and every
-answer in generations/.
+Given again after an interruption, a command goes on. FOLDER then holds results.json, results.md and ruler.png, and
+every answer in generations/.
 """
 
 import argparse
@@ -37,9 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="a checkpoint, IHA or not: a folder or a Hub id")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="(all 13)")
-    parser.add_argument(
-        "--lengths", nargs="+", type=int, default=LENGTHS, help="tokens of prompt and answer %(default)s"
-    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of prompt and answer %(default)s")
     parser.add_argument("--samples", type=int, default=500, help="of each task and length (500, RULER's)")
     parser.add_argument("--apply_chat_template", action="store_true", help="for instruct models; its tokens count too")
     parser.add_argument("--batch_size", type=int, default=1, help="prompts at a time (1)")

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -106,8 +105,8 @@ def _fetched(name: str):
 
 
 def essays(published: dict) -> list[str]:
-    found = re.sub(r"\s+", " ", published["text"]).split(" ")
-    if len(found) < 2:
+    found = published["text"].split()
+    if not found:
         raise ValueError("its text is empty")
     return found
 

@@ -97,7 +97,7 @@ def markdown(models: dict[str, dict], settings: dict) -> str:
     tasks = {task: _cells(scores[task], before and before[task]) for task in scores}
     parts.append(_table(model, [*lengths, "average"], tasks))
     note = (
-        f"RULER, in percent: {settings['samples']} samples of each task and length, greedy, seed {settings['seed']}."
+        f"RULER, in percent; {settings['samples']} samples of each task and length, greedy, seed {settings['seed']}."
     )
     return "\n\n".join([*parts, note]) + "\n"
 

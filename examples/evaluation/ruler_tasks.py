@@ -112,12 +112,10 @@ def make(name: str, length: int, index: int, seed: int, prompts: Prompts, materi
 
     base, prompt, outputs = written(task.smallest)
     if base > room:
-        raise ValueError(
-            f"--lengths {length}: too short for {name}, which needs at least {base + task.budget} tokens."
-        )
+        raise ValueError(f"--lengths {length}: too short for {name}, which needs {base + task.budget} tokens or more.")
     low, tokens, high, slope = task.smallest, base, largest + 1, task.unit
     while tokens < FULL * room and high - low > 1:
-        # Along the line from the smallest prompt to the last one that was tried; else a little more, or less than that.
+        # Along the line from the smallest prompt to the last that was tried; where that leads nowhere, in small steps.
         size = task.smallest + int(((1 + FULL) / 2 * room - base) / slope)
         if not low < size < high:
             size = min((low + high) // 2, low + low // 50 + 1)
@@ -218,9 +216,7 @@ def _inserted(sentences: list[str], places: list[int], what: list[str]) -> list[
 
 VT = wording("vt_utils", "CONFIG")["variable_tracking"]
 HOPS = 4
-EXAMPLE_NOISE = (
-    10  # sentences; lm-eval's example has what fits into 500 tokens, and names of another example's letters
-)
+EXAMPLE_NOISE = 10  # lines; RULER's example has as many as fit into 500 tokens
 
 
 def variable_tracking(rng: Random, size: int, length: int, index: int, material: None) -> Sample:
