@@ -209,6 +209,8 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path):
         load(ESSAYS, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"dev-v2\.0\.json: not there\. .*https://rajpurkar"):
         load(SQUAD, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"PaulGrahamEssays\.json: could not be fetched\. It is .* --data"):
+        load(ESSAYS, None)  # tests are offline
     for name, broken in ((ESSAYS, {"text": ""}), (SQUAD, {"data": [{"title": "x"}]}), (HOTPOT, [{"question": "?"}])):
         (tmp_path / name).write_text(json.dumps(broken))
         with pytest.raises(ValueError, match=rf"{re.escape(name)}: cannot be read: .* Put a copy named"):
