@@ -19,7 +19,7 @@ def write_data(folder: Path) -> Path:
     texts = {name: (LICENCES / name).read_text(encoding="utf-8") for name in NAMES}
     paragraphs = {name: _paragraphs(text) for name, text in texts.items()}
     seen = Counter(phrase for them in paragraphs.values() for each in them for _, phrase, _ in _phrases(each))
-    essays = {"text": "\n".join(texts[name] for name in ("GPL-3", "GPL-2"))}
+    essays = {"text": "\n".join(texts[name] for name in NAMES[:2])}
     (folder / "PaulGrahamEssays.json").write_text(json.dumps(essays))
     squad = [{"title": name, "paragraphs": [_squad(each, seen) for each in paragraphs[name]]} for name in NAMES]
     (folder / "dev-v2.0.json").write_text(json.dumps({"version": "v2.0", "data": squad}))

@@ -230,12 +230,22 @@ def test_tokens_are_counted_as_the_model_gets_them(small, tmp_path):
 @pytest.mark.slow
 def test_a_model_and_its_conversion_answer_alike(smollm2, tmp_path, capsys):
     convert(smollm2, tmp_path / "model-iha", 2, link=True)
-    options = ("--tasks", "fwe", "niah_multikey_2", "--lengths", "512", "--samples", "1", "--dtype", "float32")
+    options = (
+        "--tasks",
+        "niah_single_1",
+        "niah_multikey_2",
+        "--lengths",
+        "320",
+        "--samples",
+        "1",
+        "--dtype",
+        "float32",
+    )
     run_here(command(smollm2, tmp_path / "llama", *options))
     run_here(command(tmp_path / "model-iha", tmp_path / "iha", *options, "--baseline", tmp_path / "llama"))
     said = capsys.readouterr().out
     mine, theirs = records(tmp_path / "iha"), records(tmp_path / "llama")
     assert len(mine) == 2 and mine == theirs and all(text.strip() for text in mine.values())
     scores = [json.loads((tmp_path / name / "results.json").read_text())["scores"] for name in ("iha", "llama")]
-    assert scores[0] == scores[1] and mean(scores[0][task]["512"] for task in scores[0]) > 0
+    assert scores[0] == scores[1] and mean(scores[0][task]["320"] for task in scores[0]) > 0
     assert "(+0.0) |" in said and (tmp_path / "iha" / "results.md").read_text() in said
