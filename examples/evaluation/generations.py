@@ -57,7 +57,7 @@ class SavingLM(HFLM):
             of_task = list(pairs)
             batches += [of_task[start : start + size] for start in range(0, len(of_task), size)]
         found = self._read({key: self._fingerprint(request) for key, request in wanted.items()})
-        with self._open() as file, tqdm(total=len(wanted), desc="samples", disable=self.rank != 0) as progress:
+        with self._open() as file, self.progress(len(wanted)) as progress:
             for batch in batches:
                 if not all(key in found for key, _ in batch):
                     torch.manual_seed(zlib.crc32(f"{self.seed} {batch[0][0]}".encode()))
@@ -72,6 +72,10 @@ class SavingLM(HFLM):
                     file.flush()
                 progress.update(len(batch))
         return [found[key] for key in keys]
+
+    def progress(self, samples: int):
+        """A bar over what is asked for."""
+        return tqdm(total=samples, desc="samples", disable=self.rank != 0)
 
     def _weights(self) -> list:
         """A folder's weight files as they are now, or a Hub id and its commit."""
