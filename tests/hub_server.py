@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if path == "/api/whoami-v2":
             return self.say({"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": "write"}}})
-        if match := re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(revision|tree)/([^/]+))?(?:/.*)?", path):
+        if match := re.fullmatch(r"/api/models/([\w-]+/[\w.-]+)(?:/(revision|tree)/([^/]+))?(?:/.*)?", path):
             repo, kind, revision = match.groups()
             if not (state := self.hub.state(repo, revision or "main")):
                 return self.refuse(404, "RepoNotFound")
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self.say([{"type": "file", "path": n, "size": s, "oid": files[n]} for n, s in sizes.items()])
             siblings = [{"rfilename": name} for name in files]
             return self.say({"id": repo, "sha": sha, "siblings": siblings, "private": False, "tags": []})
-        if match := re.fullmatch(r"/(\w+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
+        if match := re.fullmatch(r"/([\w-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
             repo, revision, name = match.groups()
             if not (state := self.hub.state(repo, revision)):
                 return self.refuse(404, "RepoNotFound")
@@ -101,18 +101,18 @@ class _Handler(BaseHTTPRequestHandler):
             there = repo in self.hub.commits
             self.hub.commits.setdefault(repo, [{}])
             return self.say({"url": f"{self.hub.url}/{repo}"}, 409 if there else 200)
-        if match := re.fullmatch(r"/api/models/(\w+/[\w.-]+)/preupload/main", path):
+        if match := re.fullmatch(r"/api/models/([\w-]+/[\w.-]+)/preupload/main", path):
             names = [file["path"] for file in json.loads(body)["files"]]
             modes = {name: "lfs" if name.endswith(LFS) else "regular" for name in names}
             return self.say(
                 {"files": [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]}
             )
-        if re.fullmatch(r"/(\w+/[\w.-]+)\.git/info/lfs/objects/batch", path):
+        if re.fullmatch(r"/([\w-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
             upload = {"actions": {"upload": {"href": f"{self.hub.url}/lfs"}}}
             known = [(asked, (self.hub.folder / asked["oid"]).exists()) for asked in json.loads(body)["objects"]]
             objects = [asked if there else {**asked, **upload} for asked, there in known]
             return self.say({"transfer": "basic", "objects": objects})
-        if match := re.fullmatch(r"/api/models/(\w+/[\w.-]+)/commit/main", path):
+        if match := re.fullmatch(r"/api/models/([\w-]+/[\w.-]+)/commit/main", path):
             return self.commit(match[1], [json.loads(line) for line in body.splitlines()])
         return self.refuse(404, "RepoNotFound")
 

@@ -1,4 +1,4 @@
-"""What the READMEs show of measurements is what the programs wrote."""
+"""What READMEs and docs show of measurements is what the programs wrote."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parent.parent
-READMES = [REPO / "README.md", *REPO.glob("examples/*/README.md")]
+READMES = [REPO / "README.md", *REPO.glob("docs/*.md"), *REPO.glob("examples/*/README.md")]
 SHOWN = {
     name: shown
     for readme in READMES
