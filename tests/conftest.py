@@ -10,6 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its
 
 import pytest
 import torch
+from filelock import FileLock
 from hub_server import Hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -36,10 +37,13 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf, tmp_path_factory) -> Path:
-    """The real checkpoint as a safetensors folder in float32, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    with open_source(smollm2_gguf) as source:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
+    """The real checkpoint as a safetensors folder in float32, with its tokenizer; all test processes share it."""
+    here = tmp_path_factory.getbasetemp()
+    folder = (here.parent if "PYTEST_XDIST_WORKER" in os.environ else here) / "smollm2"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            with open_source(smollm2_gguf) as source:
+                shutil.copytree(source, folder)
     return folder
 
 

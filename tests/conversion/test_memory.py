@@ -1,4 +1,4 @@
-"""A conversion's memory does not grow with the model: measured on gigabytes, in processes of their own."""
+"""A conversion's memory does not grow with the model: measured on a gigabyte, in processes of their own."""
 
 import shutil
 import subprocess
@@ -30,11 +30,11 @@ def peak_memory(code: str, *arguments: Path) -> int:
 
 
 @pytest.mark.slow
-def test_four_gigabytes_take_no_more_memory_than_the_imports(tmp_path):
+def test_a_gigabyte_takes_no_more_memory_than_the_imports(tmp_path):
     source, destination = tmp_path / "llama", tmp_path / "iha"
     try:
-        make_layered_llama(source, 2048, 8192, 17)
-        assert sum((source / shard).stat().st_size for shard in shard_names(source)) > 4e9
+        make_layered_llama(source, 2048, 8192, 5)
+        assert sum((source / shard).stat().st_size for shard in shard_names(source)) > 1e9
 
         imports = peak_memory(IMPORT)
 

@@ -32,31 +32,43 @@ print(model.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False
 """
 
 
-def run(arguments, environment):
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    return done.returncode, done.stdout, done.stderr
-
+# A conversion, a push, and one by somebody who may not; in one process, whose imports take most of the time.
+PUSH = """
+import os, sys
+from typer.testing import CliRunner
+from conversion_iha.cli import app
 
 def iha(*arguments):
-    return ("-m", "conversion_iha.cli", *arguments)
+    done = CliRunner().invoke(app, arguments)
+    print(done.stdout, end="")
+    print(done.stderr, end="", file=sys.stderr)
+    return done.exit_code
+
+assert iha("convert", "tester/llama", "model-iha", "--no-check") == 0
+assert iha("push", "model-iha", "tester/model") == 0
+os.environ["HF_TOKEN"] = "hf_wrong"
+assert iha("push", "model-iha", "tester/model") == 1
+"""
+
+
+def run(code, *arguments, **where):
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
 
 
 def test_from_hub_to_hub(hub, tmp_path):
     """A Llama model of the Hub is converted and pushed, and loads there without this package, being what it was."""
     llama = make_llama(tmp_path / "llama", bos_token_id=1, eos_token_id=2)
     (llama / "README.md").write_text(LICENCE)
-    mine = hub.environment(tmp_path / "mine")
-    code, _, stderr = run(("-m", "huggingface_hub.cli.hf", "upload", "tester/llama", llama), mine)
-    assert code == 0, stderr
-    code, _, stderr = run(iha("convert", "tester/llama", tmp_path / "model-iha", "--no-check"), mine)
-    assert code == 0, stderr
-    before = (tmp_path / "model-iha" / "README.md").read_text()
-    code, stdout, stderr = run(iha("push", tmp_path / "model-iha", "tester/model"), mine)
-    assert code == 0, stderr
+    hub.commits["tester/llama"] = [
+        {path.relative_to(llama).as_posix(): hub.keep(path.read_bytes()) for path in files(llama)}
+    ]
+    stdout, stderr = run(PUSH, env=hub.environment(tmp_path / "mine"), cwd=tmp_path)
     assert f"Pushed: {hub.url}/tester/model/commit/" in stdout
-    assert (tmp_path / "model-iha" / "README.md").read_text() == before
+    assert "iha: tester/model: the Hub did not take it (" in stderr and "hf auth login" in stderr
+    assert 'from_pretrained("model-iha"' in (tmp_path / "model-iha" / "README.md").read_text()
 
     assert len(hub.commits["tester/model"]) == 2  # made, and everything at once
     pushed = hub.commits["tester/model"][-1].keys()
@@ -67,18 +79,10 @@ def test_from_hub_to_hub(hub, tmp_path):
     assert 'from_pretrained("tester/model", trust_remote_code=True)' in card.text and "model-iha" not in card.text
     assert "exactly what its source computes" in card.text and "`num_pseudo_heads` 2" in card.text
 
-    code, stdout, stderr = run(("-c", WITHOUT_THE_PACKAGE, "tester/model"), hub.environment(tmp_path / "another"))
-    assert code == 0, stderr
+    stdout, _ = run(WITHOUT_THE_PACKAGE, "tester/model", env=hub.environment(tmp_path / "another"))
     ids = torch.arange(1, 9)[None]
     expected = AutoModelForCausalLM.from_pretrained(llama).generate(ids, max_new_tokens=8, do_sample=False)
     assert json.loads(stdout.splitlines()[-1]) == expected.tolist()
-
-    stranger = {**mine, "HF_TOKEN": "hf_wrong"}
-    code, _, stderr = run(iha("push", tmp_path / "model-iha", "tester/model"), stranger)
-    assert (
-        code == 1 and stderr.startswith("iha: tester/model: the Hub did not take it (") and "hf auth login" in stderr
-    )
-    assert len(hub.commits["tester/model"]) == 2
 
 
 def files(folder):

@@ -23,9 +23,11 @@ from folders import (
 )
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForSequenceClassification
+from typer.testing import CliRunner
 
 from configuration_iha import PRESETS
 from conversion_iha import CheckpointError, convert, verify
+from conversion_iha.cli import app
 from conversion_iha.compare import PROMPTS
 from conversion_iha.destination import MARKER
 
@@ -314,6 +316,12 @@ def iha(*arguments, **environment) -> tuple[int, str, str]:
     return finish(start_iha(*arguments, **environment))
 
 
+def iha_here(*arguments) -> tuple[int, str, str]:
+    """In this process: importing takes most of the time of one of its own."""
+    done = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
+    return done.exit_code, done.stdout, done.stderr
+
+
 OPTIONS = {
     "convert": {
         "--num-pseudo-heads",
@@ -395,17 +403,14 @@ def test_command_line_converts_checks_and_verifies(speaking, tmp_path):
     convert(source, broken)
     edit_mixing(broken, lambda tensors: tensors[COLLAPSE].mul_(1.1))
     options = ("--json", "--new-tokens", 4)
-    good = start_iha("verify", source, tmp_path / "iha", *options)
-    bad = start_iha("verify", source, broken, *options)
-
-    code, stdout, stderr = finish(good)
+    code, stdout, stderr = iha_here("verify", source, tmp_path / "iha", *options)
     assert code == 0, stderr
     result = json.loads(stdout)
     assert result["ok"] and result["reasons"] == [] and result["tensors"] == 21
     assert [comparison["dtype"] for comparison in result["comparisons"]] == ["float32"]
     assert result["comparisons"][0]["explained"] and result["comparisons"][0]["greedy_tokens"] == 4
 
-    code, stdout, stderr = finish(bad)
+    code, stdout, stderr = iha_here("verify", source, broken, *options)
     assert code == 1, stderr
     result = json.loads(stdout)
     assert not result["ok"]
@@ -413,7 +418,6 @@ def test_command_line_converts_checks_and_verifies(speaking, tmp_path):
     assert not result["comparisons"][0]["explained"]
 
 
-@pytest.mark.slow
 def test_errors_are_one_line(pair, tmp_path):
     source, destination = pair
     mistyped = make_llama(tmp_path / "mistyped")
@@ -424,10 +428,8 @@ def test_errors_are_one_line(pair, tmp_path):
         ("convert", source, tmp_path / "file" / "iha"): str(tmp_path / "file"),
         ("verify", source, destination): "tokenizer",
     }
-    processes = {command: start_iha(*command) for command in commands}
-
     for command, message in commands.items():
-        code, stdout, stderr = finish(processes[command])
+        code, stdout, stderr = iha_here(*command)
         assert code == 1, stderr
         assert stderr.startswith("iha: ") and message in stderr
         assert len(stderr.splitlines()) == 1, stderr
@@ -473,16 +475,15 @@ def test_command_line_takes_a_gguf_file(smollm2_gguf, smollm2, tmp_path):
     shutil.rmtree(tmp_path / "new")
 
 
-@pytest.mark.slow
 def test_command_line_without_a_tokenizer_and_json_of_an_error(tmp_path):
     source = make_llama(tmp_path / "llama")
     for path in source.glob("tokenizer*"):
         path.unlink()
-    code, stdout, stderr = iha("convert", source, tmp_path / "iha")
+    code, stdout, stderr = iha_here("convert", source, tmp_path / "iha")
     assert code == 0, stderr
     assert "Structure: proved equal" in stdout and "Prompts: none run." in stdout
 
-    code, stdout, _ = iha("verify", source, tmp_path / "none", "--json")
+    code, stdout, _ = iha_here("verify", source, tmp_path / "none", "--json")
     assert code == 1
     error = json.loads(stdout)
     assert error["ok"] is False and "config.json: the file is missing" in error["error"]
