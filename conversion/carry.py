@@ -91,7 +91,7 @@ def carry(source: Path, target: Path, link: bool, on_bytes: Callable[[int], None
     os.replace(partial, target)
 
 
-def require_room(files: list[tuple[Path, Path]], folder: Path, link: bool) -> None:
+def require_room(files: list[tuple[Path, Path]], folder: Path, link: bool, written: int = 0) -> None:
     """
     Refuses before the first byte what could not be carried.
 
@@ -99,31 +99,36 @@ def require_room(files: list[tuple[Path, Path]], folder: Path, link: bool) -> No
         files: (source, target) pairs; targets that an earlier run carried count nothing.
         folder: an existing folder on the file system that the targets go to.
         link: whether weights will be hard-linked.
+        written: bytes that are written beside them.
 
     Raises:
         CheckpointError: hard links cannot be made there, or the files do not fit on the disk.
     """
-    with tempfile.TemporaryDirectory(prefix=".probe-", dir=folder) as scratch:
-        probe = Path(scratch) / "probe"
-        if link:
-            try:
-                os.link(files[0][0], probe)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{files[0][0].name}: --link cannot hard-link it into {folder} ({error.strerror}); choose a "
-                    "destination on the same file system, or leave --link away."
-                ) from error
-            return
-        with files[0][0].open("rb") as reader, probe.open("wb") as writer:
-            if _reflink(reader, writer):
-                return
-    needed = sum(source.stat().st_size for source, target in files if not is_carried(source, target))
+    needed = written
+    if files and not _shares_blocks(files[0][0], folder, link):
+        needed += sum(source.stat().st_size for source, target in files if not is_carried(source, target))
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"{folder}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free; make room, choose another "
             "destination, or use --link."
         )
+
+
+def _shares_blocks(source: Path, folder: Path, link: bool) -> bool:
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=folder) as scratch:
+        probe = Path(scratch) / "probe"
+        if not link:
+            with source.open("rb") as reader, probe.open("wb") as writer:
+                return _reflink(reader, writer)
+        try:
+            os.link(source, probe)
+        except OSError as error:
+            raise CheckpointError(
+                f"{source.name}: --link cannot hard-link it into {folder} ({error.strerror}); choose a "
+                "destination on the same file system, or leave --link away."
+            ) from error
+        return True
 
 
 def _reflink(reader, writer) -> bool:

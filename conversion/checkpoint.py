@@ -106,7 +106,8 @@ def resolve_inside(folder: Path, name: str) -> Path:
 def read_json(folder: Path, name: str) -> dict:
     """The JSON object in a file of the folder; CheckpointError where it is none."""
     try:
-        content = json.loads(resolve_inside(folder, name).read_text(encoding="utf-8"))
+        text = resolve_inside(folder, name).read_text(encoding="utf-8")
+        content = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -114,6 +115,13 @@ def read_json(folder: Path, name: str) -> dict:
     if not isinstance(content, dict):
         raise CheckpointError(f"{name}: must hold a JSON object, not {type(content).__name__}.")
     return content
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {number}")
+    return value
 
 
 def _read_weight_map(folder: Path) -> dict[str, str] | None:

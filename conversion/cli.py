@@ -303,7 +303,7 @@ def inspect(
             help="Of the graph and the patterns.", show_default="that whose mixing is farthest from plain heads"
         ),
     ] = None,
-    head: Annotated[int, typer.Option(help="Of the patterns.")] = 0,
+    head: Annotated[int | None, typer.Option(help="Of the patterns.", show_default="0")] = None,
     revision: REVISION = None,
     as_json: AS_JSON = False,
 ) -> None:

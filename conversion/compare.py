@@ -6,9 +6,6 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.utils import logging
 
 from .checkpoint import CheckpointError
@@ -17,7 +14,6 @@ from .checkpoint import CheckpointError
 # own logits move by 4 % of the largest from float32 to bfloat16 (SmolLM2-135M), and either model may do so.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm)
 PADDING = 0  # any token: the attention mask hides it
 
 PROMPTS = (
@@ -182,7 +178,7 @@ def norms_in_float64(model: torch.nn.Module) -> torch.nn.Module:
     hides a difference of 1e-16, or once in a while makes it one of 1e-7.
     """
     for name, norm in list(model.named_modules()):
-        if isinstance(norm, NORMS):
+        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):  # each family's own
             replacement = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
             replacement.weight = norm.weight
             model.set_submodule(name, replacement)

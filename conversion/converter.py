@@ -20,6 +20,7 @@ from .checkpoint import (
     CheckpointError,
     build_config,
     read_checkpoint,
+    read_json,
     resolve_inside,
 )
 from .destination import workshop
@@ -109,9 +110,15 @@ def convert(
         config.save_pretrained(place.new)
         reasons = check_mixing(config, mixing, llama.windows)
         base_model = None if Path(source).exists() else str(source)
-        conversion_card(destination.name, config, base_model, read_licence(folder), reasons).save(
-            place.new / "README.md"
-        )
+        conversion_card(
+            destination.name,
+            config,
+            base_model,
+            read_licence(folder),
+            reasons,
+            family=read_json(folder, "config.json")["model_type"],
+            dequantised=Path(source).suffix == ".gguf",
+        ).save(place.new / "README.md")
         read_checkpoint(place.new)
     return reasons
 

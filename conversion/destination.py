@@ -85,7 +85,7 @@ def workshop(source: str | os.PathLike, destination: Path, overwrite: bool, mode
             place.finish()
         except BaseException:
             shutil.rmtree(place.scratch, ignore_errors=True)
-            if not any(place.new.iterdir()):
+            if not place.new.exists() or not any(place.new.iterdir()):
                 shutil.rmtree(place.folder)
                 for parent in made:
                     parent.rmdir()

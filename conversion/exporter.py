@@ -60,7 +60,7 @@ def export(
             whole, mixed = _shards(iha, llama)
             files = [(resolve_inside(folder, name), place.new / target) for name, target in whole.items()]
             place.begin(origin([*files, *((resolve_inside(folder, name), place.new) for name in mixed)], link))
-            require_room(files, place.scratch, link)
+            require_room(files, place.scratch, link, sum(e.nbytes for e in llama.tensors.values() if e.shard in mixed))
             carry_all(files, place.new, link)
             for shard, target in mixed.items():
                 _write_without_mixing(llama, shard, place.new / target)
@@ -146,13 +146,19 @@ def _write_without_mixing(llama: Checkpoint, shard: str, target: Path) -> None:
         end += entry.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin where their items are aligned
-    with resolve_inside(llama.folder, shard).open("rb") as reader, target.open("wb") as writer:
+    source = resolve_inside(llama.folder, shard)
+    before, whole = source.stat(), True
+    with source.open("rb") as reader, target.open("wb") as writer:
         writer.write(len(text).to_bytes(8, "little") + text)
         for _, entry in entries:
             reader.seek(entry.offset)
             left = entry.nbytes
-            while left:
-                left -= writer.write(reader.read(min(CHUNK, left)))
+            while left and (part := reader.read(min(CHUNK, left))):
+                left -= writer.write(part)
+            whole &= not left
+    after = source.stat()
+    if not whole or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise CheckpointError(f"{shard}: the file changed while it was read; run again when it is at rest.")
 
 
 def _write_index(llama: Checkpoint, names: dict[str, str], folder: Path) -> None:

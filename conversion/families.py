@@ -22,9 +22,9 @@ def as_llama(checkpoint: Checkpoint) -> Checkpoint:
     family = checkpoint.config.get("model_type")
     if family == "llama":
         return checkpoint
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(map(repr, ["llama", *FAMILIES]))
-        reason = f": {REFUSED[family]}" if family in REFUSED else ""
+        reason = f": {REFUSED[family]}" if str(family) in REFUSED else ""
         raise CheckpointError(f"config.json: model_type {family!r}; only {known} become IHA{reason}.")
     config_class, read = FAMILIES[family]
     config = build_config(checkpoint, config_class)

@@ -37,7 +37,7 @@ def inspect(
     *,
     prompt: str | None = None,
     layer: int | None = None,
-    head: int = 0,
+    head: int | None = None,
     revision: str | None = None,
 ) -> list[LayerStatistics]:
     """
@@ -49,7 +49,7 @@ def inspect(
             numbers alone.
         prompt: a text whose attention patterns are drawn.
         layer: of the graph and the patterns; by default that whose mixing is farthest from plain heads.
-        head: of the patterns.
+        head: of the patterns; by default the first.
         revision: branch, tag or commit of a Hub id.
 
     Returns:
@@ -61,6 +61,10 @@ def inspect(
     """
     if prompt is not None and output_dir is None:
         raise ValueError("prompt: its patterns are figures, so an output_dir is needed.")
+    if layer is not None and output_dir is None:
+        raise ValueError(f"layer={layer}: it is drawn, so an output_dir is needed.")
+    if head is not None and prompt is None:
+        raise ValueError(f"head={head}: its patterns are those of a prompt, which is needed.")
     if output_dir is not None and os.path.lexists(output_dir):
         raise CheckpointError(f"{output_dir}: exists already; name another folder.")
     with open_source(source, revision) as folder:
@@ -73,8 +77,11 @@ def inspect(
             layer = max(rows, key=lambda row: sum(row.distance.values())).layer
         if layer not in mixing:
             raise ValueError(f"layer={layer} must be one with pseudo-heads: {', '.join(map(str, mixing))}.")
+        heads = iha.config["num_attention_heads"]
+        if head is not None and not 0 <= head < heads:
+            raise ValueError(f"head={head} must be at least 0 and below {heads}.")
         if output_dir is not None:
-            patterns, tokens = _read(folder, prompt, layer, head) if prompt is not None else (None, [])
+            patterns, tokens = _read(folder, prompt, layer, head or 0) if prompt is not None else (None, [])
             _write(Path(output_dir), Path(source).name, rows, mixing, layer, patterns, tokens, prompt)
     return rows
 

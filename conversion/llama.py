@@ -34,11 +34,10 @@ def read_llama(folder: Path) -> Checkpoint:
     """
     checkpoint = read_checkpoint(folder)
     refuse_unknown(checkpoint, UNKNOWN.keys() - {"sliding_window"})
-    checkpoint = as_llama(checkpoint)
-    config = checkpoint.config
-    refuse_unknown(checkpoint, UNKNOWN)
-    if config.get("is_causal") is False:
+    if checkpoint.config.get("is_causal") is False:
         raise CheckpointError("config.json: 'is_causal' is false: bidirectional models are not supported.")
+    checkpoint = as_llama(checkpoint)
+    refuse_unknown(checkpoint, UNKNOWN)
     if (folder / "tokenizer_config.json").exists() and "auto_map" in read_json(folder, "tokenizer_config.json"):
         raise CheckpointError("tokenizer_config.json: 'auto_map' is set: the tokenizer's own code is not carried.")
     check_tensors(checkpoint)

@@ -1,23 +1,23 @@
 """An IHA folder -> a repository of the Hub that anyone loads."""
 
 import os
+import re
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import filter_repo_objects
 
-from .checkpoint import CheckpointError
+from .checkpoint import INDEX, WEIGHTS, CheckpointError
 from .exporter import read_iha
+from .source import side_files
 
-# What a training run leaves beside the model, and pickles.
-IGNORED = ["checkpoint-*", ".*", "*.bin", "*.pt", "*.pth"]
+MORE = ("results.json",)  # of a training run, which its card names; checkpoints and logs stay
 
 
 def push(folder: str | os.PathLike, repo_id: str, *, private: bool = False) -> str:
     """
     Pushes an IHA folder as `iha convert`, `save_pretrained` or a training run leaves it; the code that it brings loads
-    it with trust_remote_code=True where this package is not installed. Files already there are not sent again.
+    it with trust_remote_code=True where this package is not installed. Weights that the repository had go.
 
     Args:
         folder: with config.json, weights, and a card as README.md, which will name the repository, not the folder.
@@ -40,18 +40,38 @@ def push(folder: str | os.PathLike, repo_id: str, *, private: bool = False) -> s
     card = folder / "README.md"
     if not card.is_file():
         raise CheckpointError(f"{card}: not there. Write one: where the model came from, its licence, how it loads.")
-    named, name = folder.resolve().name, repo_id.split("/")[-1]
-    text = card.read_text(encoding="utf-8").replace(f'from_pretrained("{named}"', f'from_pretrained("{repo_id}"')
-    text = text.replace(f"\n# {named}\n", f"\n# {name}\n")
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=IGNORED)}
-    files["README.md"] = text.encode()
-    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    code = [path.name for path in sorted(folder.glob("*.py"))]
+    index = [INDEX] if iha.shards != (WEIGHTS,) else []
+    names = [
+        "config.json",
+        *iha.shards,
+        *index,
+        *side_files(folder),
+        *code,
+        *(n for n in MORE if (folder / n).is_file()),
+    ]
+    operations = [CommitOperationAdd(name, folder / name) for name in names]
+    operations.append(CommitOperationAdd("README.md", _named(card.read_text(encoding="utf-8"), repo_id).encode()))
     api = HfApi()
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
+        # Weights of another number of files would be read before these.
+        operations += [
+            CommitOperationDelete(name)
+            for name in api.list_repo_files(repo_id)
+            if name not in names and (name == INDEX or Path(name).match("*.safetensors"))
+        ]
         done = api.create_commit(repo_id, operations, commit_message="IHA model")
     except (HfHubHTTPError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{repo_id}: the Hub did not take it ({reason}). `hf auth login` logs in.") from error
     return done.commit_url
+
+
+def _named(card: str, repo_id: str) -> str:
+    """A card whose snippets and title have the repository's name where they had a folder's."""
+    folders = re.findall(r'from_pretrained\("([^"/]+)"', card)
+    for folder in dict.fromkeys(folders):
+        card = card.replace(f'from_pretrained("{folder}"', f'from_pretrained("{repo_id}"')
+        card = card.replace(f"\n# {folder}\n", f"\n# {repo_id.split('/')[-1]}\n")
+    return card

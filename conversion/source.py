@@ -18,6 +18,7 @@ CARRIED_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tekken.json",
     "chat_template*",
     "additional_chat_templates/*",
     "generation_config.json",

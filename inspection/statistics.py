@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+TINY = torch.finfo(torch.float64).tiny  # where a tensor is zero
 # PEFT puts modules of its own in between.
 NAME = re.compile(r"\blayers\.(\d+)\.self_attn\.(?:mixer\.(?:.+\.)?(q_mix|k_mix|v_mix)|(collapse)\.(?:.+\.)?weight)$")
 
@@ -60,10 +61,10 @@ def layer_statistics(layer: int, mixing: dict[str, torch.Tensor]) -> LayerStatis
         num_pseudo_heads=size,
         distance={kind: float((mixing[kind] - plain[kind]).norm() / plain[kind].norm()) for kind in plain},
         distinct={kind: _effective_rank(tensor.flatten(1)) for kind, tensor in mixers.items()},
-        collapse_mass=(mass / mass.sum()).tolist(),
+        collapse_mass=(mass / mass.sum().clamp(min=TINY)).tolist(),
     )
 
 
 def _effective_rank(rows: torch.Tensor) -> float:
     shares = torch.linalg.svdvals(rows).square()
-    return float(torch.special.entr(shares / shares.sum()).sum().exp())
+    return float(torch.special.entr(shares / shares.sum().clamp(min=TINY)).sum().exp())

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conversion.folders import make_speaking_llama
 from hub_server import USER
 
 REPO = Path(__file__).parent.parent
+sys.path.insert(0, str(REPO / "tests" / "conversion"))
+from folders import make_speaking_llama  # noqa: E402
+
 FILES = [REPO / "README.md", *sorted(REPO.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 ELSEWHERE = ("pip install ", "make ")  # continuous integration installs, and runs what make has

@@ -26,10 +26,11 @@ def without_own(output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., H, d]: the part of each head's output that is orthogonal to the value of its key head.
     """
-    by_group, value = output.unflatten(-2, (value.shape[-2], -1)), value.unsqueeze(-2)
-    squared = value.square().sum(-1, keepdim=True).clamp(min=torch.finfo(value.dtype).tiny)  # a value may be zero
+    dtype = torch.promote_types(output.dtype, torch.float32)  # squares are beyond float16
+    by_group, value = output.to(dtype).unflatten(-2, (value.shape[-2], -1)), value.to(dtype).unsqueeze(-2)
+    squared = value.square().sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)  # a value may be zero
     own = (by_group * value).sum(-1, keepdim=True) / squared * value
-    return (by_group - own).flatten(-3, -2)
+    return (by_group - own).flatten(-3, -2).to(output.dtype)
 
 
 class OwnValue:

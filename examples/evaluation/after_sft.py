@@ -12,7 +12,7 @@ every text in generations/.
 
 import sys
 
-from command import CODE, evaluate, load, parse, start
+from command import CODE, check_counts, evaluate, load, parse, start
 from tables import write
 
 
@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None):
     if code and args.samples < 10:
         sys.exit(f"--samples {args.samples}: must be at least 10; P@10 of code needs ten.")
     tasks = load({f"{task}_sampled": args.samples for task in args.tasks}, args.data)
+    check_counts(tasks, args)
     model = start(args)
     if model.tokenizer.chat_template is None:
         sys.exit(f"{args.model}: its tokenizer has no chat template; this table is for fine-tuned models.")

@@ -58,6 +58,15 @@ def parse(table: str, samples: int, max_new_tokens: int, text: str, arguments: l
     return args
 
 
+def check_counts(tasks: list[Task], args: argparse.Namespace):
+    """Ends the command where the baseline is of another number of problems, before anything runs."""
+    for task in tasks if args.baseline else []:
+        name, count = task.config.task.partition("_")[0], len(list(task.eval_docs))
+        count = min(count, args.limit or count)
+        if args.baseline["problems"][name] != count:
+            sys.exit(f"--baseline: {args.baseline['problems'][name]} problems of {name}, here {count}: see --limit.")
+
+
 def start(args: argparse.Namespace) -> SavingLM:
     """The model, whose texts are kept in `generations/`."""
     model = SavingLM(

@@ -10,7 +10,7 @@ Given again after an interruption, a command goes on. FOLDER then holds results.
 every text in generations/.
 """
 
-from command import CODE, evaluate, load, parse, start
+from command import CODE, check_counts, evaluate, load, parse, start
 from tables import write
 
 
@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None):
     greedy = {f"{task}_few_shot": 1 for task in args.tasks}
     voted = {f"{task}_few_shot_voted": args.samples for task in args.tasks if task not in CODE}
     tasks = load(greedy | voted, args.data)
+    check_counts(tasks, args)
     found = evaluate(start(args), tasks, args)
     if found is not None:  # the first process has it
         of_files, problems = found

@@ -25,8 +25,8 @@ def read_baseline(folder: Path, settings: dict) -> dict:
         raise FileNotFoundError(f"--baseline {folder}: holds no results.json of an earlier command.")
     baseline = json.loads(file.read_text(encoding="utf-8"))
     for name in SETTINGS:
-        if settings[name] != baseline[name]:
-            raise ValueError(f"--baseline {folder}: {name} {baseline[name]}, here {settings[name]}.")
+        if settings[name] != baseline.get(name):
+            raise ValueError(f"--baseline {folder}: {name} {baseline.get(name)}, here {settings[name]}.")
     missing = [task for task in settings["tasks"] if task not in baseline["scores"]]
     if missing:
         raise ValueError(f"--baseline {folder}: has no {', '.join(missing)}.")
@@ -47,8 +47,8 @@ def write(args: argparse.Namespace, scores: dict, problems: dict):
     """
     settings = {name: getattr(args, name) for name in (*SETTINGS, "model", "seed", "dtype")}
     results = {**settings, "problems": problems, "scores": scores}
-    text = markdown(results, args.baseline)
     (args.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    text = markdown(results, args.baseline)
     (args.output_dir / "results.md").write_text(text, encoding="utf-8")
     bars(results, args.baseline, args.output_dir / "results.png")
     print(text, end="")

@@ -137,6 +137,12 @@ SINGLE = [
     ("config-too-deep", lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: not valid JSON"),
     ("config-list", lambda f: edit_json(f / "config.json", lambda c: [c]), "config.json: must hold a JSON object"),
     ("other-model", lambda f: edit_config(f, model_type="gpt2"), "config.json: model_type 'gpt2'"),
+    ("model-type-list", lambda f: edit_config(f, model_type=["llama"]), r"config.json: model_type ['llama']"),
+    (
+        "infinity",
+        lambda f: edit_config(f, rms_norm_eps=float("inf")),
+        "config.json: not valid JSON (the number Infinity)",
+    ),
     (
         "no-model-type",
         lambda f: edit_json(f / "config.json", lambda c: c.pop("model_type") and None),

@@ -26,6 +26,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+import modeling_iha
 from conversion_iha import CheckpointError, convert, export, verify
 from conversion_iha.cli import app
 from modeling_iha import IHAForCausalLM
@@ -89,6 +90,29 @@ def test_files_in_which_mixing_stands_beside_weights(max_shard_size, tmp_path):
         models = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype) for name in ("saved", "back"))
         logits = [model(ids).logits for model in models]
         assert (logits[0] - logits[1]).abs().max() < (1e-6 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("head", [LlamaModel, LlamaForSequenceClassification])
+def test_nothing_to_carry(head, link, tmp_path):
+    """Mixing stands in the only file, and nothing beside it."""
+    llama = make_llama(tmp_path / "llama", head)
+    convert(llama, tmp_path / "iha")
+    architecture = head.__name__.replace("Llama", "IHA")
+    getattr(modeling_iha, architecture).from_pretrained(tmp_path / "iha").save_pretrained(tmp_path / "saved")
+    assert export(tmp_path / "saved", tmp_path / "back", link=link) == []
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["config.json", WEIGHTS]
+    expected, found = read_tensors(llama), read_tensors(tmp_path / "back")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    convert(make_llama(tmp_path / "llama"), tmp_path / "iha")
+    IHAForCausalLM.from_pretrained(tmp_path / "iha").save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 9000}))
+    with pytest.raises(CheckpointError, match=r"GB are needed and 0\.00 GB are free"):
+        export(tmp_path / "saved", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iha", "llama", "saved"]
 
 
 def test_a_function_that_is_no_llama_models_is_not_written(smollm2, tmp_path):

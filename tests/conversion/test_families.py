@@ -124,6 +124,9 @@ def test_a_family_that_iha_cannot_compute_is_refused_with_the_reason(tmp_path):
     source = make(tmp_path / "qwen3", Qwen3ForCausalLM)
     with pytest.raises(CheckpointError, match=r"'qwen3'; only 'llama', 'mistral', 'qwen2' become IHA: .*are normed"):
         convert(source, tmp_path / "iha")
+    bidirectional = make(tmp_path / "qwen2", Qwen2ForCausalLM, is_causal=False)
+    with pytest.raises(CheckpointError, match="'is_causal' is false"):
+        convert(bidirectional, tmp_path / "iha")
     edit_config(source, model_type="gpt2")
     with pytest.raises(CheckpointError, match=r"'gpt2'; only 'llama', 'mistral', 'qwen2' become IHA\."):
         convert(source, tmp_path / "iha")

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from folders import edit_config, make_llama
+from folders import INDEX, edit_config, make_llama
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, LlamaForTokenClassification
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForTokenClassification
 
 from conversion_iha import CheckpointError, convert, push
 from conversion_iha.card import conversion_card, read_licence
-from modeling_iha import IHAConfig
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 LICENCE = (
     "---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: https://example.org/licence\n---\nA tiny model."
@@ -46,8 +46,12 @@ def iha(*arguments):
 
 assert iha("convert", "tester/llama", "model-iha", "--no-check") == 0
 assert iha("push", "model-iha", "tester/model") == 0
+assert iha("push", "again", "tester/trained") == 0
+first = dict(os.environ)
 os.environ["HF_TOKEN"] = "hf_wrong"
 assert iha("push", "model-iha", "tester/model") == 1
+os.environ.update(first)
+assert iha("push", "model-iha", "tester/trained") == 0
 """
 
 
@@ -65,6 +69,18 @@ def test_from_hub_to_hub(hub, tmp_path):
     hub.commits["tester/llama"] = [
         {path.relative_to(llama).as_posix(): hub.keep(path.read_bytes()) for path in files(llama)}
     ]
+    again = tmp_path / "again"  # another folder of such a model, renamed since, with what a training run leaves
+    convert(llama, tmp_path / "before")
+    (tmp_path / "before").rename(again)
+    for name in (INDEX, "model-00001-of-00001.safetensors", "model-mixing.safetensors"):
+        (again / name).unlink()
+    IHAForCausalLM.from_pretrained(
+        llama, config=IHAConfig.from_llama(LlamaConfig.from_pretrained(llama))
+    ).save_pretrained(again)
+    for name in ("results.json", "checkpoint-2/model.safetensors", "runs/events.out.tfevents.1", "train.pkl"):
+        (again / name).parent.mkdir(exist_ok=True)
+        (again / name).write_text("{}")
+
     stdout, stderr = run(PUSH, env=hub.environment(tmp_path / "mine"), cwd=tmp_path)
     assert f"Pushed: {hub.url}/tester/model/commit/" in stdout
     assert "iha: tester/model: the Hub did not take it (" in stderr and "hf auth login" in stderr
@@ -78,6 +94,14 @@ def test_from_hub_to_hub(hub, tmp_path):
     assert card.data.base_model == "tester/llama" and "https://example.org/licence" in card.text
     assert 'from_pretrained("tester/model", trust_remote_code=True)' in card.text and "model-iha" not in card.text
     assert "exactly what its source computes" in card.text and "`num_pseudo_heads` 2" in card.text
+
+    first, second = hub.commits["tester/trained"][1:]
+    assert "model.safetensors" in first and "results.json" in first
+    assert not any(name.startswith(("checkpoint", "runs", "train")) for name in first)
+    before = hub.folder / first["README.md"]
+    assert 'from_pretrained("tester/trained"' in before.read_text() and '"before"' not in before.read_text()
+    # Weights in other files than before: the old ones are gone, for they would be read first.
+    assert {name for name in second if "safetensors" in name} == {name for name in pushed if "safetensors" in name}
 
     stdout, _ = run(WITHOUT_THE_PACKAGE, "tester/model", env=hub.environment(tmp_path / "another"))
     ids = torch.arange(1, 9)[None]
@@ -102,6 +126,7 @@ def test_the_card_says_what_is_not_as_it_was(tmp_path):
     ("text", "expected"),
     [
         ("---\nlicense: llama3.2\n---\nText", {"license": "llama3.2"}),
+        ("---\nlicense: [apache-2.0, mit]\n---\n", {"license": ["apache-2.0", "mit"]}),
         ("---\nlicense_name: without-a-licence\n---\n", {}),
         ("---\nlicense: [broken\n---\n", {}),
         ("No metadata.", {}),
@@ -113,6 +138,12 @@ def test_licences_that_can_be_read_and_others(text, expected, tmp_path):
     if text is not None:
         (tmp_path / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert read_licence(tmp_path) == expected
+
+
+def test_several_licences_are_shown():
+    card = conversion_card("x", IHAConfig(), None, {"license": ["apache-2.0", "mit"]}, [], "mistral", dequantised=True)
+    assert "The source's licence holds: apache-2.0, mit." in card.text and card.data.license == ["apache-2.0", "mit"]
+    assert "A model of type mistral as an" in card.text and "every weight is the source's, dequantised to" in card.text
 
 
 def test_a_licence_without_a_name_of_its_own_is_shown():

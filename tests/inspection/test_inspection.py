@@ -73,6 +73,9 @@ def test_what_the_statistics_of_copies_are():
     row = layer_statistics(1, mixing)
     assert row.distance == {"q_mix": 0, "k_mix": 0, "v_mix": 0, "collapse": 0}
     assert row.collapse_mass == [0, 0, 1] and row.distinct == pytest.approx({"q_mix": 1, "k_mix": 1, "v_mix": 1})
+    nothing = {kind: torch.zeros_like(tensor) for kind, tensor in mixing.items()}
+    row = layer_statistics(1, nothing)
+    assert row.collapse_mass == [0, 0, 0] and set(row.distinct.values()) == {1} and set(row.distance.values()) == {1}
     shifts = torch.stack([torch.eye(4, dtype=torch.float64).roll(j, 0) for j in range(3)])
     assert layer_statistics(1, {**mixing, "q_mix": shifts}).distinct["q_mix"] == pytest.approx(3)
 
@@ -189,7 +192,13 @@ def test_what_cannot_be_inspected_is_refused(tmp_path):
     model = make_model()
     model.save_pretrained(tmp_path / "iha")
     with pytest.raises(ValueError, match=r"layer=1 must be one with pseudo-heads: 0, 2"):
+        inspect(tmp_path / "iha", tmp_path / "out", layer=1)
+    with pytest.raises(ValueError, match=r"layer=1: it is drawn, so an output_dir is needed"):
         inspect(tmp_path / "iha", layer=1)
+    with pytest.raises(ValueError, match=r"head=1: its patterns are those of a prompt, which is needed"):
+        inspect(tmp_path / "iha", tmp_path / "out", head=1)
+    with pytest.raises(ValueError, match=r"head=4 must be at least 0 and below 4"):
+        inspect(tmp_path / "iha", tmp_path / "out", prompt="Hello", head=4)
     with pytest.raises(ValueError, match="an output_dir is needed"):
         inspect(tmp_path / "iha", prompt="Hello")
     with pytest.raises(CheckpointError, match="exists already; name another folder"):

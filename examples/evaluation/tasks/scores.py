@@ -36,14 +36,26 @@ def number(text: str) -> Fraction | None:
 def _last_box(text: str) -> str | None:
     """What the last \\boxed{} holds."""
     start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, rest = 0, text[start + len("\\boxed") :]
-    for end, character in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(character, 0)
+    return None if start < 0 else text[start + len("\\boxed{") : _end_of_box(text, start)]
+
+
+def _end_of_box(text: str, start: int) -> int:
+    """Where the brace is that closes the \\boxed{ at `start`; the text's length where none does."""
+    depth = 0
+    for place in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
-            return rest[1:end]
-    return rest
+            return place
+    return len(text)
+
+
+def to_first_answer(text: str) -> str:
+    """A continuation up to the answer that ends as the examples do: in a line with ####, or in a box."""
+    before, marker, after = text.partition("####")
+    if marker:
+        return before + marker + after.partition("\n")[0]
+    start = text.find("\\boxed{")
+    return text if start < 0 else text[: _end_of_box(text, start) + 1]
 
 
 def code(text: str, entry_point: str) -> str:
@@ -98,6 +110,16 @@ def score_numbers(doc: dict, results: list[list[str]]) -> dict[str, float]:
     if not marker or gold is None:
         raise ValueError(f"answer {doc['answer']!r}: must end in #### and a number.")
     return _of_answers(gold, answers, eq)
+
+
+def score_numbers_few_shot(doc: dict, results: list[list[str]]) -> dict[str, float]:
+    """The same of continuations, which may go on after their answer; raises as `score_numbers`."""
+    return score_numbers(doc, [[to_first_answer(text) for text in results[0]]])
+
+
+def score_expressions_few_shot(doc: dict, results: list[list[str]]) -> dict[str, float]:
+    """`score_expressions` of continuations, which may go on after their answer."""
+    return score_expressions(doc, [[to_first_answer(text) for text in results[0]]])
 
 
 def score_expressions(doc: dict, results: list[list[str]]) -> dict[str, float]:

@@ -16,7 +16,17 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from problems import gsm8k as load_gsm8k
 from problems import mbpp as load_mbpp
-from scores import CODE_TIMEOUT, code, majority, number, pass_at, score_expressions, score_mbpp, score_numbers
+from scores import (
+    CODE_TIMEOUT,
+    code,
+    majority,
+    number,
+    pass_at,
+    score_expressions,
+    score_mbpp,
+    score_numbers,
+    to_first_answer,
+)
 from tables import bars, markdown
 
 
@@ -58,6 +68,26 @@ def test_the_number_that_an_answer_ends_in(text, expected):
 )
 def test_an_answer_without_a_number_is_none(text):
     assert number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so 9 + 9 = 18\n#### 18\n\nQ: There are 5 cats and 7 dogs.", "so 9 + 9 = 18\n#### 18"),
+        ("#### 18 apples", "#### 18 apples"),
+        ("it is $\\boxed{\\frac{1}{2}}$. Exercise: \\boxed{9}", "it is $\\boxed{\\frac{1}{2}}"),
+        ("\\boxed{\\frac{1", "\\boxed{\\frac{1"),
+        ("no answer, 3 or 4", "no answer, 3 or 4"),
+    ],
+)
+def test_a_continuation_counts_up_to_its_first_answer(text, expected):
+    assert to_first_answer(text) == expected
+
+
+def test_a_scripted_continuation_goes_on_after_its_answer(data):
+    answers = [line["answer"] for line in load_gsm8k(str(data))["test"]][:2]
+    texts = {number: [f"{answer}\n\nQ: And 1234?"] for number, answer in enumerate(answers)}
+    assert scripted("gsm8k_few_shot", texts, data)["P@1"] == 1
 
 
 def test_a_majority_of_those_that_answer():
@@ -271,7 +301,7 @@ def test_bars_beside_a_baseline(tmp_path, monkeypatch):
     assert (tmp_path / "both.png").stat().st_size > 5000
 
 
-def test_a_baseline_of_other_settings_is_refused_before_anything_runs(tmp_path, capsys):
+def test_a_baseline_of_other_settings_is_refused_before_anything_runs(data, tmp_path, capsys):
     baseline = {
         "table": "after fine-tuning",
         "model": "llama",
@@ -281,6 +311,13 @@ def test_a_baseline_of_other_settings_is_refused_before_anything_runs(tmp_path, 
     }
     (tmp_path / "results.json").write_text(json.dumps(baseline))
     refuse(["--tasks", "gsm8k", "--baseline", str(tmp_path)], "samples 8, here 16", capsys)
+    (tmp_path / "results.json").write_text(json.dumps({**baseline, "table": "before fine-tuning", "samples": 16}))
+    refuse(["--tasks", "gsm8k", "--baseline", str(tmp_path)], "before fine-tuning, here after fine-tuning", capsys)
+    (tmp_path / "results.json").write_text(json.dumps({"scores": {}}))  # of another program
+    refuse(["--tasks", "gsm8k", "--baseline", str(tmp_path)], "table None, here after fine-tuning", capsys)
+    (tmp_path / "results.json").write_text(json.dumps({**baseline, "samples": 16, "problems": {"gsm8k": 20}}))
+    few = ["--tasks", "gsm8k", "--data", str(data), "--baseline", str(tmp_path)]
+    refuse(few, "20 problems of gsm8k, here 95: see --limit", capsys)
     wanted = ["--allow_code", "--samples", "10", "--baseline", str(tmp_path)]
     (tmp_path / "results.json").write_text(json.dumps({**baseline, "samples": 10}))
     refuse(wanted, "has no math500, mbpp, humaneval", capsys)
