@@ -27,7 +27,10 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 import torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+for name in ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
+             "AutoModelForQuestionAnswering", "AutoModelForCausalLM"):
+    model = getattr(transformers, name).from_pretrained(sys.argv[1], trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
 print(model.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False).tolist())
 """
 
@@ -47,6 +50,12 @@ def iha(*arguments):
 assert iha("convert", "tester/llama", "model-iha", "--no-check") == 0
 assert iha("push", "model-iha", "tester/model") == 0
 assert iha("push", "again", "tester/trained") == 0
+import torch
+from transformers import AutoModelForCausalLM
+import modeling_iha
+model = AutoModelForCausalLM.from_pretrained("tester/model")  # with the package, without the code that it brings
+assert type(model) is modeling_iha.IHAForCausalLM
+print(model.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False).tolist())
 first = dict(os.environ)
 os.environ["HF_TOKEN"] = "hf_wrong"
 assert iha("push", "model-iha", "tester/model") == 1
@@ -103,10 +112,11 @@ def test_from_hub_to_hub(hub, tmp_path):
     # Weights in other files than before: the old ones are gone, for they would be read first.
     assert {name for name in second if "safetensors" in name} == {name for name in pushed if "safetensors" in name}
 
-    stdout, _ = run(WITHOUT_THE_PACKAGE, "tester/model", env=hub.environment(tmp_path / "another"))
+    alone, _ = run(WITHOUT_THE_PACKAGE, "tester/model", env=hub.environment(tmp_path / "another"))
     ids = torch.arange(1, 9)[None]
     expected = AutoModelForCausalLM.from_pretrained(llama).generate(ids, max_new_tokens=8, do_sample=False)
-    assert json.loads(stdout.splitlines()[-1]) == expected.tolist()
+    assert json.loads(alone.splitlines()[-1]) == expected.tolist()
+    assert str(expected.tolist()) in stdout.splitlines()
 
 
 def files(folder):
