@@ -22,7 +22,7 @@ TEXT = """---
 from transformers import {loader}, AutoTokenizer
 
 model = {loader}.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 
 Where modeling-iha is installed, `import modeling_iha` takes the place of `trust_remote_code=True`.

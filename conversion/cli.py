@@ -148,6 +148,7 @@ def convert(
         for reason in reasons:
             console.print(f"  {reason}", highlight=False)
     elif check:
+        console.print("Checking, as verify does; --no-check leaves that out.", highlight=False)
         verify(source, destination, check_dtype, device=device, revision=revision)
     else:
         command = ["iha", "verify", source, str(destination), *(("--revision", revision) if revision else ())]

@@ -100,7 +100,9 @@ def read_iha(folder: Path) -> Checkpoint:
     """
     iha = read_checkpoint(folder)
     if iha.config.get("model_type") != "iha":
-        raise CheckpointError(f"{folder}: model_type {iha.config.get('model_type')!r}, an IHA folder has 'iha'.")
+        raise CheckpointError(
+            f"{folder}: model_type {iha.config.get('model_type')!r}, an IHA folder has 'iha'; iha convert makes one."
+        )
     refuse_unknown(iha, ("quantization_config",))
     for name, shape in mixing_shapes(build_config(iha, IHAConfig)).items():
         if name not in iha.tensors:

@@ -28,6 +28,15 @@ from .mixing import mixing_shapes
 from .source import open_source
 from .structure import load_tensors
 
+GRAPH = (
+    "Left to right: the heads, the pseudo-queries mixed of them (head.pseudo-head), the heads that the collapse makes "
+    "of what these attend to. Red lines are weights above 0, blue ones below; a line is as strong as its weight is large."
+)
+ATTENTION = (
+    "Rows are the tokens that attend, columns those attended to. The plain head is the same head without mixing; "
+    "'query i, key j' is its pseudo-query i at pseudo-keys j, and the weights of a query's row sum to 1 over all j. "
+    "The colour grows with the root of the weight."
+)
 LONGEST_PROMPT = 256  # tokens: more than a figure shows
 
 
@@ -104,10 +113,11 @@ def _write(folder: Path, name: str, rows, mixing, layer: int, patterns: Patterns
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        figures = {f"Pseudo-heads of layer {layer}": _draw(draw_graph(layer, mixing[layer]), new / "graph.png")}
+        graph = _draw(draw_graph(layer, mixing[layer]), new / "graph.png")
+        figures = {f"Pseudo-heads of layer {layer}": (graph, GRAPH)}
         if patterns is not None:
             title = f"Attention of layer {layer}, head {patterns.head}"
-            figures[title] = _draw(draw_patterns(patterns, tokens), new / "attention.png")
+            figures[title] = (_draw(draw_patterns(patterns, tokens), new / "attention.png"), ATTENTION)
         drawn = {
             index: _draw(draw_mixing(index, tensors), new / f"mixing-{index:03}.png")
             for index, tensors in logging.tqdm(mixing.items(), desc="Drawing layers", disable=None)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from .checkpoint import INDEX, WEIGHTS, CheckpointError
 from .exporter import read_iha
@@ -62,9 +62,13 @@ def push(folder: str | os.PathLike, repo_id: str, *, private: bool = False) -> s
             if name not in names and (name == INDEX or Path(name).match("*.safetensors"))
         ]
         done = api.create_commit(repo_id, operations, commit_message="IHA model")
-    except (HfHubHTTPError, ValueError, OSError) as error:
+    except Exception as error:  # the client's network raises kinds of its own
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{repo_id}: the Hub did not take it ({reason}). `hf auth login` logs in.") from error
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        login = (
+            " `hf auth login` logs in." if status in (401, 403) or isinstance(error, LocalTokenNotFoundError) else ""
+        )
+        raise CheckpointError(f"{repo_id}: the Hub did not take it ({reason}).{login}") from error
     return done.commit_url
 
 

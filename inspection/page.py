@@ -19,14 +19,14 @@ pre { white-space: pre-wrap; background: #f5f5f5; padding: 0.5rem; }
 """
 COLUMNS = (
     *("layer", "P"),
-    *("q distance", "k distance", "v distance", "collapse distance"),
-    *("q distinct", "k distinct", "v distinct", "collapse reads, %"),
+    *("Δ q", "Δ k", "Δ v", "Δ collapse"),
+    *("# q", "# k", "# v", "reads, %"),
 )
 LEGEND = (
-    "Distances are from plain copies of the heads, relative to their size; the collapse's is from reading the last "
-    "pseudo-head alone. Distinct is the effective number of different pseudo-heads, 1 to P. The last column is how "
-    "much the collapse reads of each pseudo-head. A model at a distance may still compute what a Llama model does: "
-    "iha export tells."
+    "Δ: distance of queries (q), keys (k) and values (v) from plain copies of the heads, relative to their size; the "
+    "collapse's is from reading the last pseudo-head alone. #: effective number of different pseudo-heads, 1 to P. "
+    "Reads: how much the collapse reads of each pseudo-head. A model at a distance may still compute what a Llama "
+    "model does, as after a conversion: iha export tells."
 )
 
 
@@ -45,7 +45,7 @@ def write_page(
     file: Path,
     title: str,
     rows: list[LayerStatistics],
-    figures: dict[str, Path],
+    figures: dict[str, tuple[Path, str]],
     mixing: dict[int, Path],
     prompt: str | None = None,
 ) -> None:
@@ -56,7 +56,7 @@ def write_page(
         file: of HTML.
         title: its heading.
         rows: of the table.
-        figures: PNG files by their headings.
+        figures: a PNG file and what it shows, by their headings.
         mixing: one of each layer, folded away.
         prompt: what the model read, if it read something.
     """
@@ -69,7 +69,8 @@ def write_page(
     ]
     if prompt is not None:
         parts.append(f"<p>The prompt:</p><pre>{html.escape(prompt)}</pre>")
-    parts += [f"<h2>{html.escape(name)}</h2>{_image(figure, name)}" for name, figure in figures.items()]
+    for name, (figure, caption) in figures.items():
+        parts.append(f"<h2>{html.escape(name)}</h2>{_image(figure, name)}<p>{html.escape(caption)}</p>")
     parts.append("<h2>Mixing tensors</h2>")
     for layer, figure in mixing.items():
         parts.append(

@@ -1,6 +1,7 @@
 """
-The paper's table of reasoning before fine-tuning, for any checkpoint: five solved problems, then the problem. EM is of
-the greedy answer, Maj of what most of five samples at temperature 0.6 say; for code P@1 is of the greedy one.
+The paper's table of reasoning before fine-tuning, for any checkpoint: five solved problems, then the problem (of
+HumanEval the begun function alone). EM is of the greedy answer, Maj of what most of five samples at temperature 0.6
+say; for code P@1 is of the greedy one.
 
     python examples/evaluation/pretrained.py MODEL --output_dir FOLDER --tasks gsm8k math500
     python examples/evaluation/pretrained.py MODEL --output_dir FOLDER --allow_code --baseline FOLDER

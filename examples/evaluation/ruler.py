@@ -36,7 +36,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a checkpoint, IHA or not: a folder or a Hub id")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="(all 13)")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=f"all of {' '.join(TASKS)}"
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of prompt and answer %(default)s")
     parser.add_argument("--samples", type=int, default=500, help="of each task and length (500, RULER's)")
     parser.add_argument("--apply_chat_template", action="store_true", help="for instruct models; its tokens count too")

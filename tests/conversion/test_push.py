@@ -166,6 +166,8 @@ def test_what_nobody_could_load_is_not_pushed(tmp_path):
     with pytest.raises(CheckpointError, match="model_type 'llama', an IHA folder has 'iha'"):
         push(llama, "tester/model")
     convert(llama, tmp_path / "iha")
+    with pytest.raises(CheckpointError, match=r"the Hub did not take it \(.*offline.*\)\.$"):
+        push(tmp_path / "iha", "tester/model")
     edit_config(tmp_path / "iha", auto_map=None)
     with pytest.raises(CheckpointError, match="does not bring its code"):
         push(tmp_path / "iha", "tester/model")
