@@ -30,7 +30,7 @@ from .structure import load_tensors
 
 GRAPH = (
     "Left to right: the heads, the pseudo-queries mixed of them (head.pseudo-head), the heads that the collapse makes "
-    "of what these attend to. Red lines are weights above 0, blue ones below; a line is as strong as its weight is large."
+    "of what these attend to. Red lines are weights above 0, blue ones below; the stronger, the larger the weight."
 )
 ATTENTION = (
     "Rows are the tokens that attend, columns those attended to. The plain head is the same head without mixing; "
