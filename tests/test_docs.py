@@ -19,10 +19,9 @@ ELSEWHERE = ("pip install ", "make ")  # continuous integration installs, and ru
 SMALLER = {"bench": ["--length", "8", "--new-tokens", "2", "--rounds", "1"]}  # the same command, in seconds
 # All blocks of a file in one process: importing takes most of the time of one of its own.
 RUN = """
-import json, shlex, sys
+import json, sys
 from typer.testing import CliRunner
 from conversion_iha.cli import app
-from conversion_iha import convert
 
 for command in json.loads(sys.argv[1]):
     print(command)

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import lm_eval
@@ -91,11 +93,13 @@ def load(names: dict[str, int], data: Path | None) -> list[Task]:
     for task in tasks:
         samples = names[task.config.task]
         task.set_config("repeats", samples)
-        # lm-eval gives some problems more of them where processes have unequal numbers of problems.
-        score = task.config.process_results
-        cut = lambda doc, texts, score=score, samples=samples: score(doc, [texts[0][:samples]])  # noqa: E731
-        task.set_config("process_results", cut)
+        task.set_config("process_results", partial(_score, task.config.process_results, samples))
     return tasks
+
+
+def _score(score: Callable, samples: int, doc: dict, texts: list[list[str]]) -> dict[str, float]:
+    # lm-eval gives some problems more samples where processes have unequal numbers of problems.
+    return score(doc, [texts[0][:samples]])
 
 
 def evaluate(model: SavingLM, tasks: list[Task], args: argparse.Namespace, **more) -> tuple[dict, dict] | None:
