@@ -1,6 +1,7 @@
 # make demo   convert SmolLM2-135M, prove it is the same model, generate side by side (MODEL=... for another one)
 # make train-demo   fine-tune SmolLM2 as IHA on a small data set; curves as PNG
 # make test   lint and all tests, with the newest Transformers
+# make test-page   the page of iha inspect in headless Chromium (CHROMIUM=... where it has another name)
 # make test-oldest   the tests with the oldest supported Transformers
 # make bench  what IHA costs beside Llama and beside plain ways to write it, side by side, in minutes
 # make tables the measurements behind the other tables
@@ -13,7 +14,7 @@ MODEL ?=
 # Two test processes share the cores: one thread each, that waits without spinning.
 THREADS = OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
-.PHONY: demo train-demo test test-oldest bench tables figure gpu-check clean
+.PHONY: demo train-demo test test-page test-oldest bench tables figure gpu-check clean
 
 demo: .venv/installed
 	.venv/bin/python examples/quickstart/demo.py $(MODEL)
@@ -25,6 +26,9 @@ test: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	$(THREADS) .venv/bin/python -m pytest -n 2 --dist worksteal
+
+test-page: .venv/installed
+	.venv/bin/python -m pytest tests/inspection/page_in_chromium.py
 
 test-oldest: .venv-oldest/installed
 	$(THREADS) .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-ITEM_SIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+ITEM_SIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1}
 
 
 class CheckpointError(ValueError):
@@ -192,10 +192,7 @@ def _parse_entry(shard: str, name: str, value, data_start: int) -> TensorEntry:
     if not well_formed:
         raise CheckpointError(f"{shard}: the header's entry for tensor {name!r} is malformed.")
     if dtype not in ITEM_SIZE:
-        raise CheckpointError(
-            f"{shard}: tensor {name!r} has dtype {dtype!r}; supported are {', '.join(ITEM_SIZE)}. "
-            "Dequantise a quantised checkpoint first."
-        )
+        raise CheckpointError(f"{shard}: tensor {name!r} has dtype {dtype!r}; supported are {', '.join(ITEM_SIZE)}.")
     if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
         raise CheckpointError(f"{shard}: tensor {name!r} has {end - begin} bytes, not what {dtype} {shape} takes.")
     return TensorEntry(shard, dtype, shape, data_start + begin, end - begin)

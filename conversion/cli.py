@@ -50,7 +50,7 @@ class DType(StrEnum):
 SOURCE = Annotated[str, typer.Argument(help="Llama checkpoint: a safetensors folder, a .gguf file, or a Hub id.")]
 REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 IN_WHICH_DTYPE = "In which dtype to run both models on prompts; may be given several times."
-FLOAT32 = "float32; none for classifiers and without a tokenizer"
+FLOAT32 = "float32; none for classifiers, quantised models and without a tokenizer"
 NEW_TOKENS = Annotated[int, typer.Option(min=1, help="Greedy tokens per prompt.")]
 
 

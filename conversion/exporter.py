@@ -16,8 +16,9 @@ from .carry import CHUNK, carry_all, origin, require_room
 from .checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointError, build_config, read_checkpoint, resolve_inside
 from .compare import Comparison, compare
 from .destination import workshop
-from .llama import check_tensors, refuse_unknown
+from .llama import check_tensors, refuse_adapter
 from .mixing import mixing_shapes
+from .quantised import QUANTISED, quant_method
 from .source import open_source, side_files
 from .structure import check_mixing, load_tensors
 
@@ -87,6 +88,8 @@ def how_far(source: str | os.PathLike, revision: str | None = None, device: str 
                 f"config.json: architectures {architectures!r}: only causal language models are compared on prompts; "
                 "export --no-check does without."
             )
+        if quant_method(iha):
+            raise CheckpointError(f"config.json: {QUANTISED} export --no-check does without.")
         with _without_mixing_in_a_folder(iha) as plain:
             return compare(plain, folder, torch.float32, device=device)
 
@@ -103,7 +106,7 @@ def read_iha(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder}: model_type {iha.config.get('model_type')!r}, an IHA folder has 'iha'; iha convert makes one."
         )
-    refuse_unknown(iha, ("quantization_config",))
+    refuse_adapter(folder)
     for name, shape in mixing_shapes(build_config(iha, IHAConfig)).items():
         if name not in iha.tensors:
             raise CheckpointError(f"{folder}: tensor {name!r} is missing from the weights.")

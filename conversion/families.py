@@ -30,7 +30,8 @@ def as_llama(checkpoint: Checkpoint) -> Checkpoint:
     config = build_config(checkpoint, config_class)
     fields, zeros = read(config)
     # Through the family's own class, whose defaults stand for what config.json leaves out.
-    ours = {name: value for name, value in config.to_dict().items() if name in LlamaConfig().to_dict()}
+    known = {*LlamaConfig().to_dict(), "quantization_config"}
+    ours = {name: value for name, value in config.to_dict().items() if name in known}
     architectures = [
         name.replace(config_class.__name__.removesuffix("Config"), "Llama", 1) for name in config.architectures or []
     ]

@@ -103,7 +103,7 @@ def _read(folder: Path, prompt: str, layer: int, head: int) -> tuple[Patterns, l
     ids = tokenizer(prompt).input_ids
     if not 0 < len(ids) <= LONGEST_PROMPT:
         raise ValueError(f"prompt: it has {len(ids)} tokens; 1 to {LONGEST_PROMPT} can be drawn.")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return attention_patterns(model, torch.tensor(ids), layer, head), [tokenizer.decode([token]) for token in ids]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import LlamaConfig
 
 import modeling_iha
@@ -12,12 +13,12 @@ from modeling_iha import IHAPreTrainedModel
 
 from .checkpoint import Checkpoint, CheckpointError, build_config, read_checkpoint, read_json
 from .families import as_llama
+from .quantised import owner, quant_method
 
 # Llama's question-answering head names its backbone differently, so its files cannot be carried as they are.
 CONVERTIBLE = ("IHAForCausalLM", "IHAModel", "IHAForSequenceClassification", "IHAForTokenClassification")
 # Fields of config.json, and why a checkpoint that sets one is refused.
 UNKNOWN = {
-    "quantization_config": "the weights are quantised; dequantise them first",
     "auto_map": "the checkpoint brings its own code, so its function is unknown",
     "sliding_window": "Llama has no windows, so what it means is unknown",
     "per_layer_config": "layers that differ from each other are not supported",
@@ -33,6 +34,7 @@ def read_llama(folder: Path) -> Checkpoint:
         CheckpointError: it is not whole, not Llama's, or holds something whose meaning is unknown.
     """
     checkpoint = read_checkpoint(folder)
+    refuse_adapter(folder)
     refuse_unknown(checkpoint, UNKNOWN.keys() - {"sliding_window"})
     if checkpoint.config.get("is_causal") is False:
         raise CheckpointError("config.json: 'is_causal' is false: bidirectional models are not supported.")
@@ -45,16 +47,21 @@ def read_llama(folder: Path) -> Checkpoint:
 
 
 def refuse_unknown(checkpoint: Checkpoint, fields: Iterable[str]) -> None:
-    """CheckpointError where config.json sets one of these fields of `UNKNOWN`, or an adapter lies in the folder."""
+    """CheckpointError where config.json sets one of these fields of `UNKNOWN`."""
     for name in fields:
         if checkpoint.config.get(name) is not None:
             raise CheckpointError(f"config.json: {name!r} is set: {UNKNOWN[name]}.")
-    if (checkpoint.folder / "adapter_config.json").exists():
+
+
+def refuse_adapter(folder: Path) -> None:
+    """CheckpointError where an adapter lies in the folder."""
+    if (folder / "adapter_config.json").exists():
         raise CheckpointError("adapter_config.json: merge the adapter into the model first.")
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Every tensor that the configured Llama has is there in its shape, and no other."""
+    """Every tensor that the configured Llama has is there in its shape, and no other but what quantising adds."""
+    method = quant_method(checkpoint)
     try:
         config = IHAConfig.from_llama(build_config(checkpoint, LlamaConfig), num_pseudo_heads=1)
         with torch.device("meta"):
@@ -65,15 +72,23 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"config.json: not a valid Llama configuration ({error}).") from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     optional = set(model.all_tied_weights_keys)
+    linears = {name for name, module in model.named_modules() if method and isinstance(module, nn.Linear)}
+    # Each has tensors that say how its weight is quantised.
+    quantised = {owner(name, linears) for name in checkpoint.tensors.keys() - expected.keys()} - {None}
     for name, shape in expected.items():
         if name not in checkpoint.tensors and name not in optional and name not in checkpoint.zeros:
             raise CheckpointError(f"{checkpoint.folder}: tensor {name!r} is missing from the weights.")
-        if name in checkpoint.tensors and checkpoint.tensors[name].shape != shape:
-            entry = checkpoint.tensors[name]
+        if name not in checkpoint.tensors or name.removesuffix(".weight") in quantised:
+            continue
+        entry = checkpoint.tensors[name]
+        if entry.shape != shape:
             raise CheckpointError(f"{entry.shard}: tensor {name!r} has shape {entry.shape}, config.json says {shape}.")
+        if entry.dtype not in TORCH_DTYPE:
+            raise CheckpointError(f"{entry.shard}: tensor {name!r} has dtype {entry.dtype!r}, and no quantisation.")
     for name, entry in checkpoint.tensors.items():
         # Early Llama checkpoints store the rotary frequencies, which every version computes afresh.
-        if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
+        known = name in expected or owner(name, quantised) or name.endswith(".rotary_emb.inv_freq")
+        if not known:
             raise CheckpointError(f"{entry.shard}: tensor {name!r} is not one of a Llama model's.")
 
 
@@ -89,8 +104,9 @@ def model_class(config: IHAConfig) -> type[IHAPreTrainedModel]:
 
 
 def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of the attention weights of a Llama or IHA checkpoint."""
-    for name, entry in checkpoint.tensors.items():
-        if name.endswith("self_attn.q_proj.weight"):
-            return TORCH_DTYPE[entry.dtype]
+    """The dtype of a Llama or IHA checkpoint's attention weights, or, where they are quantised, of what is not."""
+    for kind in ("self_attn.q_proj.weight", "input_layernorm.weight"):
+        for name, entry in checkpoint.tensors.items():
+            if name.endswith(kind) and entry.dtype in TORCH_DTYPE:
+                return TORCH_DTYPE[entry.dtype]
     raise CheckpointError(f"{checkpoint.folder}: no layer has a 'self_attn.q_proj.weight'.")

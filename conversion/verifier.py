@@ -9,6 +9,7 @@ import torch
 from .checkpoint import CheckpointError, read_checkpoint
 from .compare import PROMPTS, TOLERANCE, Comparison, compare
 from .llama import main_dtype, read_llama
+from .quantised import QUANTISED, quant_method
 from .source import open_source
 from .structure import check_structure
 
@@ -49,13 +50,14 @@ def verify(
         source: the Llama checkpoint: a folder, a .gguf file, or a Hub id.
         destination: the IHA folder.
         dtypes: of the numeric comparison; empty for the structural proof alone, which runs no model. Default: float32
-            for causal language models with a tokenizer, empty for others, which continue no prompts.
+            for causal language models with a tokenizer; empty for others, which continue no prompts, and for quantised
+            ones.
         prompts, new_tokens, device: see `compare`.
         revision: branch, tag or commit of a Hub id.
 
     Raises:
-        CheckpointError: one of the two is not a whole checkpoint of its kind, or is no causal language model and a
-            numeric comparison was asked for.
+        CheckpointError: one of the two is not a whole checkpoint of its kind; or a numeric comparison was asked for,
+            and the source is quantised or no causal language model.
     """
     destination = Path(destination)
     iha = read_checkpoint(destination)
@@ -67,11 +69,14 @@ def verify(
         architectures = llama.config.get("architectures") or ["LlamaForCausalLM"]
         is_causal_lm = architectures[0] == "LlamaForCausalLM"
         if dtypes is None:
-            dtypes = (torch.float32,) if is_causal_lm and any(folder.glob("tokenizer*")) else ()
+            comparable = is_causal_lm and not quant_method(llama) and any(folder.glob("tokenizer*"))
+            dtypes = (torch.float32,) if comparable else ()
         if dtypes and not is_causal_lm:
             raise CheckpointError(
                 f"config.json: architectures {architectures!r}: only causal language models are compared on prompts; "
                 "leave --dtype away."
             )
+        if dtypes and quant_method(llama):
+            raise CheckpointError(f"config.json: {QUANTISED} leave --dtype away.")
         comparisons = [compare(folder, destination, dtype, prompts, new_tokens, device) for dtype in dtypes]
     return Verification(tuple(reasons), len(llama.tensors), tuple(comparisons))

@@ -62,8 +62,8 @@ def draw_patterns(patterns: Patterns, tokens: list[str]) -> Figure:
         ax = figure.add_subplot(place)
         image = ax.imshow(weights.numpy(), cmap="magma", norm=PowerNorm(0.5, 0, 1))
         ax.set_title(title, fontsize=9)
-        ax.set_xticks(range(0, len(tokens), step), labels[::step], rotation=90, fontsize=5)
-        ax.set_yticks(range(0, len(tokens), step), labels[::step], fontsize=5)
+        ax.set_xticks(range(0, len(tokens), step), labels[::step], rotation=90, fontsize=6)
+        ax.set_yticks(range(0, len(tokens), step), labels[::step], fontsize=6)
         for spine in ax.spines.values():
             spine.set_visible(False)
     figure.colorbar(image, ax=figure.axes, shrink=0.6)

@@ -14,6 +14,7 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 img { max-width: 100%; height: auto; display: block; margin: 0.5rem 0; }
+@media (max-width: 45rem) { img { max-width: none; } }  /* smaller, nobody could read a label: they scroll sideways */
 summary { cursor: pointer; padding: 0.4rem 0; }
 pre { white-space: pre-wrap; background: #f5f5f5; padding: 0.5rem; }
 """
@@ -87,4 +88,4 @@ def write_page(
 
 def _image(file: Path, description: str) -> str:
     encoded = base64.b64encode(file.read_bytes()).decode()
-    return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{encoded}">'
+    return f'<div class="wide"><img alt="{html.escape(description)}" src="data:image/png;base64,{encoded}"></div>'

@@ -30,19 +30,18 @@ def attention_patterns(model: IHAPreTrainedModel, input_ids: torch.Tensor, layer
     Runs a model on one row of tokens and keeps what a head attends to.
 
     Args:
-        model: loaded with attn_implementation="eager", the only one that gives weights.
+        model: it runs without dropout and with the eager implementation, the only one that gives weights, and is after
+            that as it was.
         input_ids: [N].
         layer, head: of a layer with P > 1, or P = 1 (then `weights` is `plain`).
 
     Raises:
-        ValueError: there is no such layer or head, or the model is not an eager one.
+        ValueError: there is no such layer or head.
     """
     config = model.config
     for name, value, count in (("layer", layer, config.num_hidden_layers), ("head", head, config.num_attention_heads)):
         if not 0 <= value < count:
             raise ValueError(f"{name}={value} must be at least 0 and below {count}.")
-    if config._attn_implementation != "eager":
-        raise ValueError(f"attn_implementation={config._attn_implementation!r} gives no weights: load with 'eager'.")
     attention = model.base_model.layers[layer].self_attn
     seen = {}
 
@@ -51,10 +50,15 @@ def attention_patterns(model: IHAPreTrainedModel, input_ids: torch.Tensor, layer
         seen.update(weights=output[1], plain=_plain(module, hidden_states, kwargs["position_embeddings"], head))
 
     handle = attention.register_forward_hook(keep, with_kwargs=True)
+    implementation, training = config._attn_implementation, model.training
+    model.set_attn_implementation("eager")
+    model.eval()
     try:
         model(input_ids=input_ids[None].to(model.device), use_cache=False)
     finally:
         handle.remove()
+        model.set_attn_implementation(implementation)
+        model.train(training)
     size, tokens = attention.num_pseudo_heads, len(input_ids)
     weights = seen["weights"][0, head].view(tokens, size, tokens, size).permute(1, 3, 0, 2)
     return Patterns(layer, head, weights.float().cpu(), seen["plain"].float().cpu())

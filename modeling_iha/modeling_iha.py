@@ -32,6 +32,7 @@ from .bundle import AUTO_MAP, write_bundle
 from .masks import paged_masks, pop_cu_seq_lens, token_masks, with_dense_masks
 from .mixing import IHACollapse, IHAMixer
 from .rotary import IHARotaryEmbedding
+from .saving import set_aside
 from .weights import token_weights
 
 
@@ -69,12 +70,16 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """
         [`~PreTrainedModel.save_pretrained`], and beside the weights the code that loads them: the folder works with
-        every Auto class and `trust_remote_code=True` where this package is not installed.
+        every Auto class and `trust_remote_code=True` where this package is not installed. A model that is there is put
+        back where saving fails (`saving.set_aside`).
         """
-        if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):
-            self.config.auto_map = dict(AUTO_MAP)
-            write_bundle(save_directory)
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        save = functools.partial(super().save_pretrained, save_directory, is_main_process=is_main_process, **kwargs)
+        if not is_main_process or getattr(self, "_hf_peft_config_loaded", False):
+            return save()
+        self.config.auto_map = dict(AUTO_MAP)
+        write_bundle(save_directory)
+        with set_aside(save_directory):
+            save()
 
 
 # Qwen2Model is LlamaModel with one mask per layer type.

@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import shutil
+import sysconfig
+import venv
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests use local folders only
@@ -12,6 +14,7 @@ import pytest
 import torch
 from filelock import FileLock
 from hub_server import Hub
+from hypothesis import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -19,6 +22,7 @@ import modeling_iha  # noqa: F401  (registers the Auto classes)
 from conversion_iha.compare import PROMPTS
 from conversion_iha.source import open_source
 
+settings.register_profile("thorough", max_examples=10_000)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
@@ -78,3 +82,13 @@ def hub(tmp_path) -> Hub:
     yield hub
     hub.server.shutdown()
     hub.server.server_close()
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    """The Python of a virtual environment that has what this one has, but for this package."""
+    venv.create(tmp_path / "elsewhere", symlinks=True)
+    paths = {"base": tmp_path / "elsewhere", "platbase": tmp_path / "elsewhere"}
+    # An editable install is a .pth file, and those of a folder that is named in one are not read.
+    Path(sysconfig.get_path("purelib", vars=paths), "others.pth").write_text(sysconfig.get_path("purelib"))
+    return tmp_path / "elsewhere" / "bin" / "python"

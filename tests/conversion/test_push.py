@@ -19,19 +19,21 @@ LICENCE = (
     "---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: https://example.org/licence\n---\nA tiny model."
 )
 WITHOUT_THE_PACKAGE = """
-import sys
-class Absent:
-    # Stands for an environment in which the package is not installed.
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("modeling_iha", "configuration_iha", "conversion_iha"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
+import sys, importlib.util
+for name in ("modeling_iha", "configuration_iha", "conversion_iha"):
+    assert importlib.util.find_spec(name) is None, f"{name} is installed, so that this would prove nothing"
 import torch, transformers
 for name in ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
              "AutoModelForQuestionAnswering", "AutoModelForCausalLM"):
-    model = getattr(transformers, name).from_pretrained(sys.argv[1], trust_remote_code=True)
+    model = getattr(transformers, name).from_pretrained("tester/model", trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
-print(model.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False).tolist())
+ids = torch.arange(1, 9)[None]
+print(model.generate(ids, max_new_tokens=8, do_sample=False).tolist())
+for name in ("tester/by-hand", "tester/saved"):
+    again = transformers.AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+tokenizer = transformers.AutoTokenizer.from_pretrained("tester/by-hand", trust_remote_code=True)
+print(tokenizer("The capital of France").input_ids)
 """
 
 
@@ -51,11 +53,14 @@ assert iha("convert", "tester/llama", "model-iha", "--no-check") == 0
 assert iha("push", "model-iha", "tester/model") == 0
 assert iha("push", "again", "tester/trained") == 0
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 import modeling_iha
 model = AutoModelForCausalLM.from_pretrained("tester/model")  # with the package, without the code that it brings
 assert type(model) is modeling_iha.IHAForCausalLM
 print(model.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False).tolist())
+model.push_to_hub("tester/by-hand")
+AutoTokenizer.from_pretrained(sys.argv[1]).push_to_hub("tester/by-hand")
+model.save_pretrained("saved", push_to_hub=True, repo_id="tester/saved")
 first = dict(os.environ)
 os.environ["HF_TOKEN"] = "hf_wrong"
 assert iha("push", "model-iha", "tester/model") == 1
@@ -64,14 +69,14 @@ assert iha("push", "model-iha", "tester/trained") == 0
 """
 
 
-def run(code, *arguments, **where):
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
+def run(code, *arguments, python=sys.executable, env, cwd):
+    command = [python, "-c", code, *arguments]
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
 
 
-def test_from_hub_to_hub(hub, tmp_path):
+def test_from_hub_to_hub(hub, elsewhere, smollm2, tokenizer, tmp_path):
     """A Llama model of the Hub is converted and pushed, and loads there without this package, being what it was."""
     llama = make_llama(tmp_path / "llama", bos_token_id=1, eos_token_id=2)
     (llama / "README.md").write_text(LICENCE)
@@ -90,7 +95,7 @@ def test_from_hub_to_hub(hub, tmp_path):
         (again / name).parent.mkdir(exist_ok=True)
         (again / name).write_text("{}")
 
-    stdout, stderr = run(PUSH, env=hub.environment(tmp_path / "mine"), cwd=tmp_path)
+    stdout, stderr = run(PUSH, smollm2, env=hub.environment(tmp_path / "mine"), cwd=tmp_path)
     assert f"Pushed: {hub.url}/tester/model/commit/" in stdout
     assert "iha: tester/model: the Hub did not take it (" in stderr and "hf auth login" in stderr
     assert 'from_pretrained("model-iha"' in (tmp_path / "model-iha" / "README.md").read_text()
@@ -112,10 +117,14 @@ def test_from_hub_to_hub(hub, tmp_path):
     # Weights in other files than before: the old ones are gone, for they would be read first.
     assert {name for name in second if "safetensors" in name} == {name for name in pushed if "safetensors" in name}
 
-    alone, _ = run(WITHOUT_THE_PACKAGE, "tester/model", env=hub.environment(tmp_path / "another"))
+    another = {**hub.environment(tmp_path / "another"), "PYTHONPATH": ""}
+    alone, _ = run(WITHOUT_THE_PACKAGE, python=elsewhere, env=another, cwd=tmp_path)
     ids = torch.arange(1, 9)[None]
     expected = AutoModelForCausalLM.from_pretrained(llama).generate(ids, max_new_tokens=8, do_sample=False)
-    assert json.loads(alone.splitlines()[-1]) == expected.tolist()
+    generated, encoded = map(json.loads, alone.splitlines()[-2:])
+    assert generated == expected.tolist() and encoded == tokenizer("The capital of France").input_ids
+    for name in ("tester/by-hand", "tester/saved"):
+        assert {"config.json", "modeling_iha.py", "saving.py", "model.safetensors"} <= hub.commits[name][-1].keys()
     assert str(expected.tolist()) in stdout.splitlines()
 
 

@@ -125,9 +125,18 @@ def test_patterns_in_a_window_and_where_nothing_is_mixed():
     for arguments, message in (((3, 0), "layer=3 must be"), ((0, -1), "head=-1 must be")):
         with pytest.raises(ValueError, match=message):
             attention_patterns(model, ids, *arguments)
+
+
+def test_patterns_of_a_model_in_training_that_is_left_as_it_was():
+    model = make_model(attention_dropout=0.5)
+    expected = attention_patterns(model, torch.arange(6), 2, 1)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="'sdpa' gives no weights"):
-        attention_patterns(model, ids, 0, 0)
+    model.train()
+    found = attention_patterns(model, torch.arange(6), 2, 1)
+    assert torch.equal(found.weights, expected.weights) and torch.equal(found.plain, expected.plain)
+    assert model.config._attn_implementation == "sdpa" and all(module.training for module in model.modules())
+    with pytest.raises(ValueError, match="head=4 must be"):
+        attention_patterns(model, torch.arange(6), 2, 4)
 
 
 def test_figures_show_the_tensors():

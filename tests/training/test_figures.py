@@ -1,5 +1,6 @@
 """Figures of a real training run, read back as TensorBoard reads them."""
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
@@ -10,17 +11,18 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from training_iha import MixingFigures, lora_config
 
 
-def make_model():
+def make_model(vocab_size=32):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return IHAForCausalLM(IHAConfig(vocab_size=32, num_hidden_layers=3, num_pseudo_heads=[2, 1, 2], **sizes))
+    return IHAForCausalLM(IHAConfig(vocab_size=vocab_size, num_hidden_layers=3, num_pseudo_heads=[2, 1, 2], **sizes))
 
 
-def images(model, folder):
+def images(model, folder, figures=None, tokenizer=None):
     rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [[1, 2, 3, 4]] * 8})
     settings = {"per_device_train_batch_size": 1, "max_steps": 4, "save_steps": 2, "learning_rate": 0.05}
     args = TrainingArguments(folder, **settings, report_to=[], disable_tqdm=True, use_cpu=True)
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[MixingFigures()])
+    trainer = Trainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.add_callback(figures or MixingFigures())
     trainer.train()
     events = EventAccumulator(str(folder / "mixing"), size_guidance={"images": 0}).Reload()
     return {tag: events.Images(tag) for tag in events.Tags()["images"]}
@@ -39,3 +41,25 @@ def test_with_an_adapter(tmp_path):
     """The tensors that are trained, not the ones that PEFT keeps from before."""
     found = images(get_peft_model(make_model(), lora_config(rank=2, alpha=4)), tmp_path)
     assert len(found) == 4 and len({image.encoded_image_string for image in found["mixing/layer 002"]}) == 3
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_patterns_of_a_prompt(adapter, tokenizer, tmp_path):
+    """In a model that is trained with sdpa, which gives no weights."""
+    model = make_model(vocab_size=len(tokenizer))
+    assert model.config._attn_implementation == "sdpa"
+    figures = MixingFigures(prompt="The capital of France is", layer=2, head=1)
+    found = images(
+        get_peft_model(model, lora_config(rank=2, alpha=4)) if adapter else model, tmp_path, figures, tokenizer
+    )
+    shown = found["attention/layer 002, head 001"]
+    assert [image.step for image in shown] == [0, 2, 4]
+    assert len({image.encoded_image_string for image in shown}) == 3  # it learns
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_prompt_needs_a_tokenizer_and_a_layer_that_is_there(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="prompt needs a tokenizer"):
+        images(make_model(), tmp_path, MixingFigures(prompt="Hello"))
+    with pytest.raises(ValueError, match="layer=3 must be at least 0 and below 3"):
+        images(make_model(len(tokenizer)), tmp_path, MixingFigures(prompt="Hello", layer=3), tokenizer)
