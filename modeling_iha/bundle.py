@@ -34,12 +34,6 @@ def write_bundle(folder: str | os.PathLike) -> list[str]:
         source = path.read_text(encoding="utf-8")
         # Transformers follows relative imports only.
         source = re.sub(r"^from configuration_iha import", "from .configuration_iha import", source, flags=re.M)
-        # Whole or not at all: half a module may still be imported.
-        partial = folder / f".{path.name}.partial"
-        try:
-            partial.write_text(source, encoding="utf-8")
-            os.replace(partial, folder / path.name)
-        finally:
-            partial.unlink(missing_ok=True)
+        (folder / path.name).write_text(source, encoding="utf-8")
         names.append(path.name)
     return names

@@ -32,7 +32,7 @@ from .bundle import AUTO_MAP, write_bundle
 from .masks import paged_masks, pop_cu_seq_lens, token_masks, with_dense_masks
 from .mixing import IHACollapse, IHAMixer
 from .rotary import IHARotaryEmbedding
-from .saving import set_aside
+from .saving import staged
 from .weights import token_weights
 
 
@@ -70,16 +70,20 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """
         [`~PreTrainedModel.save_pretrained`], and beside the weights the code that loads them: the folder works with
-        every Auto class and `trust_remote_code=True` where this package is not installed. A model that is there is put
-        back where saving fails (`saving.set_aside`).
+        every Auto class and `trust_remote_code=True` where this package is not installed. A model that is there is
+        replaced when the new one is whole (`saving.staged`).
         """
-        save = functools.partial(super().save_pretrained, save_directory, is_main_process=is_main_process, **kwargs)
+        save = functools.partial(super().save_pretrained, is_main_process=is_main_process, **kwargs)
         if not is_main_process or getattr(self, "_hf_peft_config_loaded", False):
-            return save()
+            return save(save_directory)
         self.config.auto_map = dict(AUTO_MAP)
-        write_bundle(save_directory)
-        with set_aside(save_directory):
-            save()
+        # An upload may fail when all is written, and the shards of several processes come into one folder.
+        if kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint"):
+            write_bundle(save_directory)
+            return save(save_directory)
+        with staged(save_directory, kwargs.get("variant")) as folder:
+            write_bundle(folder)
+            save(folder)
 
 
 # Qwen2Model is LlamaModel with one mask per layer type.

@@ -1,54 +1,48 @@
-"""Saving over a model: it is set aside first, so that a save cut off half-way leaves no mixture of two models."""
+"""Saving over a model: what is written replaces it when it is whole, so that no folder ever holds a mixture of two."""
 
 import os
-import shutil
-from collections.abc import Iterable, Iterator
+import re
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 CONFIG = "config.json"
-ASIDE = ".set-aside"
 
 
 @contextmanager
-def set_aside(folder: str | os.PathLike) -> Iterator[None]:
+def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Path]:
     """
-    Moves the config and the weights in `folder` into a hidden one inside it while a model is saved there. They are
-    put back where saving fails, and deleted when it is done; a process that is killed leaves them there, and a folder
-    that Transformers refuses to load.
+    Yields a hidden folder inside `folder` for a model to be saved in, and moves its files into place where that ends
+    well. Where it fails all stays as it was; where the process is killed too, but for the instant of the moves, in
+    which `folder` has no config and the new model lies in the two together.
+
+    Args:
+        folder: made where it is missing.
+        variant: of the weights (`save_pretrained`); those of others stay.
     """
     folder = Path(folder)
-    aside = folder / ASIDE
-    if not (folder / CONFIG).exists() and not (aside / CONFIG).exists():
-        yield
-        return
-    if (folder / CONFIG).exists() and (aside / CONFIG).exists():
-        _delete(_model_files(folder))  # what a save that was killed had written
-    elif (folder / CONFIG).exists():
-        shutil.rmtree(aside, ignore_errors=True)  # what it had no time to delete
-    aside.mkdir(exist_ok=True)
-    _move(_model_files(folder), aside)
-    try:
-        yield
-    except BaseException:
-        _delete(_model_files(folder))
-        _move(reversed(_model_files(aside)), folder)
-        aside.rmdir()
-        raise
-    _delete(_model_files(aside))
-    shutil.rmtree(aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
+        yield Path(name)
+        new = {path.name: path for path in Path(name).iterdir()}
+        config = new.pop(CONFIG, None)
+        if config is not None:  # the process that writes, of several
+            (folder / CONFIG).unlink(missing_ok=True)
+            for path in folder.iterdir():
+                if is_weights(path.name, variant) and path.name not in new:
+                    path.unlink(missing_ok=True)
+        for path in new.values():
+            os.replace(path, folder / path.name)
+        if config is not None:
+            os.replace(config, folder / CONFIG)
 
 
-def _model_files(folder: Path) -> list[Path]:
-    """The config first: without it nothing is loaded, and where it is tells at what point a process was killed."""
-    return [*folder.glob(CONFIG), *sorted(folder.glob("model*.safetensors*"))]
-
-
-def _move(files: Iterable[Path], folder: Path) -> None:
-    for path in files:
-        os.replace(path, folder / path.name)
-
-
-def _delete(files: Iterable[Path]) -> None:
-    for path in files:
-        path.unlink()
+def is_weights(name: str, variant: str | None) -> bool:
+    """Whether a file is one of a model's weights: whole, a shard, their index, or the mixing of a conversion."""
+    dotted = re.escape(f".{variant}") if variant else ""
+    return bool(
+        re.fullmatch(
+            rf"model{dotted}(-\d{{5}}-of-\d{{5}}|-mixing)?\.safetensors|model\.safetensors\.index{dotted}\.json", name
+        )
+    )
