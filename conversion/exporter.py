@@ -18,7 +18,7 @@ from .compare import Comparison, compare
 from .destination import workshop
 from .llama import check_tensors, refuse_adapter
 from .mixing import mixing_shapes
-from .quantised import QUANTISED, quant_method
+from .quantised import NOT_COMPARED, quant_method
 from .source import open_source, side_files
 from .structure import check_mixing, load_tensors
 
@@ -88,8 +88,8 @@ def how_far(source: str | os.PathLike, revision: str | None = None, device: str 
                 f"config.json: architectures {architectures!r}: only causal language models are compared on prompts; "
                 "export --no-check does without."
             )
-        if quant_method(iha):
-            raise CheckpointError(f"config.json: {QUANTISED} export --no-check does without.")
+        if quant_method(iha.config):
+            raise CheckpointError(f"config.json: {NOT_COMPARED} export --no-check does without.")
         with _without_mixing_in_a_folder(iha) as plain:
             return compare(plain, folder, torch.float32, device=device)
 

@@ -37,7 +37,6 @@ ATTENTION = (
     "'query i, key j' is its pseudo-query i at pseudo-keys j, and the weights of a query's row sum to 1 over all j. "
     "The colour grows with the root of the weight."
 )
-LONGEST_PROMPT = 256  # tokens: more than a figure shows
 
 
 def inspect(
@@ -101,8 +100,6 @@ def _read(folder: Path, prompt: str, layer: int, head: int) -> tuple[Patterns, l
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt).input_ids
-    if not 0 < len(ids) <= LONGEST_PROMPT:
-        raise ValueError(f"prompt: it has {len(ids)} tokens; 1 to {LONGEST_PROMPT} can be drawn.")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return attention_patterns(model, torch.tensor(ids), layer, head), [tokenizer.decode([token]) for token in ids]
 

@@ -13,7 +13,7 @@ from modeling_iha import IHAPreTrainedModel
 
 from .checkpoint import Checkpoint, CheckpointError, build_config, read_checkpoint, read_json
 from .families import as_llama
-from .quantised import owner, quant_method
+from .quantised import is_beside, quant_method, quantised_modules
 
 # Llama's question-answering head names its backbone differently, so its files cannot be carried as they are.
 CONVERTIBLE = ("IHAForCausalLM", "IHAModel", "IHAForSequenceClassification", "IHAForTokenClassification")
@@ -33,6 +33,7 @@ def read_llama(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is not whole, not Llama's, or holds something whose meaning is unknown.
     """
+    quant_method(read_json(folder, "config.json"))  # before tensors of unknown dtypes are met
     checkpoint = read_checkpoint(folder)
     refuse_adapter(folder)
     refuse_unknown(checkpoint, UNKNOWN.keys() - {"sliding_window"})
@@ -61,7 +62,7 @@ def refuse_adapter(folder: Path) -> None:
 
 def check_tensors(checkpoint: Checkpoint) -> None:
     """Every tensor that the configured Llama has is there in its shape, and no other but what quantising adds."""
-    method = quant_method(checkpoint)
+    method = quant_method(checkpoint.config)
     try:
         config = IHAConfig.from_llama(build_config(checkpoint, LlamaConfig), num_pseudo_heads=1)
         with torch.device("meta"):
@@ -72,9 +73,8 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"config.json: not a valid Llama configuration ({error}).") from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     optional = set(model.all_tied_weights_keys)
-    linears = {name for name, module in model.named_modules() if method and isinstance(module, nn.Linear)}
-    # Each has tensors that say how its weight is quantised.
-    quantised = {owner(name, linears) for name in checkpoint.tensors.keys() - expected.keys()} - {None}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quantised = quantised_modules(checkpoint.tensors, linears, method) if method else set()
     for name, shape in expected.items():
         if name not in checkpoint.tensors and name not in optional and name not in checkpoint.zeros:
             raise CheckpointError(f"{checkpoint.folder}: tensor {name!r} is missing from the weights.")
@@ -87,8 +87,8 @@ def check_tensors(checkpoint: Checkpoint) -> None:
             raise CheckpointError(f"{entry.shard}: tensor {name!r} has dtype {entry.dtype!r}, and no quantisation.")
     for name, entry in checkpoint.tensors.items():
         # Early Llama checkpoints store the rotary frequencies, which every version computes afresh.
-        known = name in expected or owner(name, quantised) or name.endswith(".rotary_emb.inv_freq")
-        if not known:
+        known = name in expected or name.endswith(".rotary_emb.inv_freq")
+        if not known and not (method and is_beside(name, quantised, method)):
             raise CheckpointError(f"{entry.shard}: tensor {name!r} is not one of a Llama model's.")
 
 
@@ -104,9 +104,9 @@ def model_class(config: IHAConfig) -> type[IHAPreTrainedModel]:
 
 
 def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of a Llama or IHA checkpoint's attention weights, or, where they are quantised, of what is not."""
-    for kind in ("self_attn.q_proj.weight", "input_layernorm.weight"):
-        for name, entry in checkpoint.tensors.items():
-            if name.endswith(kind) and entry.dtype in TORCH_DTYPE:
-                return TORCH_DTYPE[entry.dtype]
-    raise CheckpointError(f"{checkpoint.folder}: no layer has a 'self_attn.q_proj.weight'.")
+    """The dtype of a Llama or IHA checkpoint's attention weights, or, where they are quantised, of its norms'."""
+    kind = "input_layernorm.weight" if quant_method(checkpoint.config) else "self_attn.q_proj.weight"
+    for name, entry in checkpoint.tensors.items():
+        if name.endswith(kind):
+            return TORCH_DTYPE[entry.dtype]
+    raise CheckpointError(f"{checkpoint.folder}: no layer has a {kind!r}.")

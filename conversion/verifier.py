@@ -9,7 +9,7 @@ import torch
 from .checkpoint import CheckpointError, read_checkpoint
 from .compare import PROMPTS, TOLERANCE, Comparison, compare
 from .llama import main_dtype, read_llama
-from .quantised import QUANTISED, quant_method
+from .quantised import NOT_COMPARED, quant_method
 from .source import open_source
 from .structure import check_structure
 
@@ -69,14 +69,14 @@ def verify(
         architectures = llama.config.get("architectures") or ["LlamaForCausalLM"]
         is_causal_lm = architectures[0] == "LlamaForCausalLM"
         if dtypes is None:
-            comparable = is_causal_lm and not quant_method(llama) and any(folder.glob("tokenizer*"))
+            comparable = is_causal_lm and not quant_method(llama.config) and any(folder.glob("tokenizer*"))
             dtypes = (torch.float32,) if comparable else ()
         if dtypes and not is_causal_lm:
             raise CheckpointError(
                 f"config.json: architectures {architectures!r}: only causal language models are compared on prompts; "
                 "leave --dtype away."
             )
-        if dtypes and quant_method(llama):
-            raise CheckpointError(f"config.json: {QUANTISED} leave --dtype away.")
+        if dtypes and quant_method(llama.config):
+            raise CheckpointError(f"config.json: {NOT_COMPARED} leave --dtype away.")
         comparisons = [compare(folder, destination, dtype, prompts, new_tokens, device) for dtype in dtypes]
     return Verification(tuple(reasons), len(llama.tensors), tuple(comparisons))

@@ -7,6 +7,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from modeling_iha import IHAPreTrainedModel
 
+LONGEST = 256  # tokens of a prompt: more than a figure shows
+
 
 @dataclass(frozen=True)
 class Patterns:
@@ -36,12 +38,14 @@ def attention_patterns(model: IHAPreTrainedModel, input_ids: torch.Tensor, layer
         layer, head: of a layer with P > 1, or P = 1 (then `weights` is `plain`).
 
     Raises:
-        ValueError: there is no such layer or head.
+        ValueError: there is no such layer or head, or no tokens or more than a figure shows.
     """
     config = model.config
     for name, value, count in (("layer", layer, config.num_hidden_layers), ("head", head, config.num_attention_heads)):
         if not 0 <= value < count:
             raise ValueError(f"{name}={value} must be at least 0 and below {count}.")
+    if not 0 < len(input_ids) <= LONGEST:
+        raise ValueError(f"prompt: it has {len(input_ids)} tokens; 1 to {LONGEST} can be drawn.")
     attention = model.base_model.layers[layer].self_attn
     seen = {}
 
@@ -50,15 +54,17 @@ def attention_patterns(model: IHAPreTrainedModel, input_ids: torch.Tensor, layer
         seen.update(weights=output[1], plain=_plain(module, hidden_states, kwargs["position_embeddings"], head))
 
     handle = attention.register_forward_hook(keep, with_kwargs=True)
-    implementation, training = config._attn_implementation, model.training
-    model.set_attn_implementation("eager")
-    model.eval()
+    implementation = config._attn_implementation
+    training = {module: module.training for module in model.modules()}
     try:
+        model.set_attn_implementation("eager")
+        model.eval()
         model(input_ids=input_ids[None].to(model.device), use_cache=False)
     finally:
         handle.remove()
         model.set_attn_implementation(implementation)
-        model.train(training)
+        for module, was in training.items():
+            module.training = was
     size, tokens = attention.num_pseudo_heads, len(input_ids)
     weights = seen["weights"][0, head].view(tokens, size, tokens, size).permute(1, 3, 0, 2)
     return Patterns(layer, head, weights.float().cpu(), seen["plain"].float().cpu())

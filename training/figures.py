@@ -54,6 +54,8 @@ class MixingFigures(TrainerCallback):
                 if is_mixing(name) and ".original_module." not in name
             }
         )
+        if not mixing:
+            raise ValueError("MixingFigures: num_pseudo_heads is 1 in every layer, so nothing is mixed.")
         if self.prompt is not None:
             iha = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
             ids = tokenizer(self.prompt).input_ids

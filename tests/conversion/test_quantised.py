@@ -31,6 +31,7 @@ METHODS = {
     "nf4": BitsAndBytesConfig(**NF4),
     "nf4, twice": BitsAndBytesConfig(**NF4, bnb_4bit_use_double_quant=True),
     "nf4 in float32": BitsAndBytesConfig(**NF4, bnb_4bit_quant_storage=torch.float32),
+    "nf4 in bfloat16": BitsAndBytesConfig(**NF4, bnb_4bit_quant_storage=torch.bfloat16),
     "fp4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.float32),
     "bitnet": BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="offline"),
 }
@@ -147,10 +148,18 @@ def test_what_is_not_whole_or_not_known_is_refused(tmp_path):
     refused(f"tensor '{first}' has shape .*, config.json says", **bare)
     square = {first: torch.zeros(64, 64, dtype=torch.uint8)}
     refused(f"tensor '{first}' has dtype 'U8', and no quantisation", **bare, **dict.fromkeys(square), more=square)
-    refused("'model.norm.weight.absmax' is not one of", more={"model.norm.weight.absmax": torch.zeros(1)})
-    for config, method in (({"quant_method": "gptq"}, "'gptq'"), ({}, "None"), ([1], r"\[1\]")):
+    half = f"{first}.absmax"
+    refused(r"self_attn.q_proj.\*: weight.quant_map, weight.quant_state.bitsandbytes__nf4 stand", **{half: None})
+    for name in ("model.norm.weight.absmax", "lm_head.zap", first.replace("weight", "bias"), f"{first}_scale"):
+        refused(f"tensor '{name}' is not one of a Llama model's", more={name: torch.zeros(1)})
+    packed = {f"{first[:-6]}qweight": torch.zeros(8, 8, dtype=torch.int32)}  # in a dtype that no other source has
+    for config, method in (({"quant_method": "gptq"}, "'gptq'"), ({}, "None"), ([1], "None")):
         edit_config(source, quantization_config=config)
-        refused(f"quant_method {method} is not supported, only bitnet, bitsandbytes. Save the model dequantised first")
+        unsupported = f"quant_method {method} is not supported, only bitsandbytes, bitnet. Save the model dequantised"
+        refused(unsupported, **bare, **{first: None}, more=packed)
+    edit_config(source, quantization_config={"load_in_4bit": True})  # all that early ones say
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert convert(source, tmp_path / "early") == []
     edit_config(source, quantization_config=None)
     refused(f"tensor '{first}' has shape .*, config.json says")
 
@@ -161,7 +170,11 @@ def test_numbers_of_a_quantised_model_are_not_compared(smollm2, tmp_path):
     model.save_pretrained(source)
     convert(source, tmp_path / "iha")
     assert verify(source, tmp_path / "iha").comparisons == ()
-    with pytest.raises(CheckpointError, match=r"quantised layers round what they read.*leave --dtype away"):
+    with pytest.raises(
+        CheckpointError, match=r"quantised layers compute in a precision of their own.*leave --dtype away"
+    ):
         verify(source, tmp_path / "iha", dtypes=(torch.float32,))
-    with pytest.raises(CheckpointError, match=r"quantised layers round what they read.*export --no-check"):
+    with pytest.raises(
+        CheckpointError, match=r"quantised layers compute in a precision of their own.*export --no-check"
+    ):
         how_far(tmp_path / "iha")

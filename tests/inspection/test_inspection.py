@@ -132,11 +132,17 @@ def test_patterns_of_a_model_in_training_that_is_left_as_it_was():
     expected = attention_patterns(model, torch.arange(6), 2, 1)
     model.set_attn_implementation("sdpa")
     model.train()
+    model.model.layers[1].eval()
+    before = [module.training for module in model.modules()]
     found = attention_patterns(model, torch.arange(6), 2, 1)
     assert torch.equal(found.weights, expected.weights) and torch.equal(found.plain, expected.plain)
-    assert model.config._attn_implementation == "sdpa" and all(module.training for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert [module.training for module in model.modules()] == before
     with pytest.raises(ValueError, match="head=4 must be"):
         attention_patterns(model, torch.arange(6), 2, 4)
+    for tokens in (0, 257):
+        with pytest.raises(ValueError, match=f"prompt: it has {tokens} tokens; 1 to 256 can be drawn"):
+            attention_patterns(model, torch.zeros(tokens, dtype=torch.long), 2, 1)
 
 
 def test_figures_show_the_tensors():

@@ -11,10 +11,12 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from training_iha import MixingFigures, lora_config
 
 
-def make_model(vocab_size=32):
+def make_model(vocab_size=32, num_pseudo_heads=(2, 1, 2)):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return IHAForCausalLM(IHAConfig(vocab_size=vocab_size, num_hidden_layers=3, num_pseudo_heads=[2, 1, 2], **sizes))
+    return IHAForCausalLM(
+        IHAConfig(vocab_size=vocab_size, num_hidden_layers=3, num_pseudo_heads=num_pseudo_heads, **sizes)
+    )
 
 
 def images(model, folder, figures=None, tokenizer=None):
@@ -28,38 +30,29 @@ def images(model, folder, figures=None, tokenizer=None):
     return {tag: events.Images(tag) for tag in events.Tags()["images"]}
 
 
-def test_at_the_start_at_checkpoints_and_at_the_end(tmp_path):
-    found = images(make_model(), tmp_path)
-    assert found.keys() == {f"{what}/layer {layer:03}" for what in ("mixing", "graph") for layer in (0, 2)}
+@pytest.mark.parametrize("adapter", [False, True])
+def test_at_the_start_at_checkpoints_and_at_the_end(adapter, tokenizer, tmp_path):
+    """
+    Of an adapter the tensors that are trained, not those that PEFT keeps from before; and the patterns of a model that
+    is trained with sdpa, which gives no weights.
+    """
+    model = make_model(vocab_size=len(tokenizer))
+    trained = get_peft_model(model, lora_config(rank=2, alpha=4)) if adapter else model
+    figures = MixingFigures(prompt="The capital of France is", layer=2, head=1)
+    found = images(trained, tmp_path, figures, tokenizer)
+    mixing = {f"{what}/layer {layer:03}" for what in ("mixing", "graph") for layer in (0, 2)}
+    assert found.keys() == mixing | {"attention/layer 002, head 001"}
     for shown in found.values():
         assert [image.step for image in shown] == [0, 2, 4]
         assert len({image.encoded_image_string for image in shown}) == 3  # it learns
         assert all(image.encoded_image_string.startswith(b"\x89PNG") for image in shown)
-
-
-def test_with_an_adapter(tmp_path):
-    """The tensors that are trained, not the ones that PEFT keeps from before."""
-    found = images(get_peft_model(make_model(), lora_config(rank=2, alpha=4)), tmp_path)
-    assert len(found) == 4 and len({image.encoded_image_string for image in found["mixing/layer 002"]}) == 3
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_patterns_of_a_prompt(adapter, tokenizer, tmp_path):
-    """In a model that is trained with sdpa, which gives no weights."""
-    model = make_model(vocab_size=len(tokenizer))
-    assert model.config._attn_implementation == "sdpa"
-    figures = MixingFigures(prompt="The capital of France is", layer=2, head=1)
-    found = images(
-        get_peft_model(model, lora_config(rank=2, alpha=4)) if adapter else model, tmp_path, figures, tokenizer
-    )
-    shown = found["attention/layer 002, head 001"]
-    assert [image.step for image in shown] == [0, 2, 4]
-    assert len({image.encoded_image_string for image in shown}) == 3  # it learns
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_prompt_needs_a_tokenizer_and_a_layer_that_is_there(tokenizer, tmp_path):
+def test_what_cannot_be_drawn_is_refused_at_the_start(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="prompt needs a tokenizer"):
         images(make_model(), tmp_path, MixingFigures(prompt="Hello"))
     with pytest.raises(ValueError, match="layer=3 must be at least 0 and below 3"):
         images(make_model(len(tokenizer)), tmp_path, MixingFigures(prompt="Hello", layer=3), tokenizer)
+    with pytest.raises(ValueError, match="num_pseudo_heads is 1 in every layer"):
+        images(make_model(num_pseudo_heads=1), tmp_path)
