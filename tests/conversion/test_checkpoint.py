@@ -536,13 +536,11 @@ def test_a_gguf_source_inside_the_destination_is_refused(smollm2_gguf, tmp_path)
     assert (tmp_path / "iha" / "copy.gguf").stat().st_size == smollm2_gguf.stat().st_size
 
 
-def test_a_gguf_file_has_its_own_tokenizer(smollm2_gguf, tmp_path):
-    shutil.copy(smollm2_gguf, tmp_path / "model.gguf")
-    (tmp_path / "tokenizer.json").write_text("{}")  # of another model, in the same folder
-    with open_source(tmp_path / "model.gguf") as folder:
-        assert len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) == 49152
-        modes = {path.stat().st_mode for path in folder.iterdir() if path.is_file()}
-        assert len(modes) == 1  # weights can be read by whom the config can
+def test_a_gguf_file_has_its_own_tokenizer(smollm2):
+    """It lay beside another one's tokenizer.json."""
+    assert len(json.loads((smollm2 / "tokenizer.json").read_text())["model"]["vocab"]) == 49152
+    modes = {path.stat().st_mode for path in smollm2.iterdir()}
+    assert len(modes) == 1  # weights can be read by whom the config can
 
 
 @pytest.mark.parametrize("missing", [1, 0])

@@ -453,6 +453,7 @@ def test_command_line_takes_a_classifier_of_the_hub(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_command_line_takes_a_gguf_file(smollm2_gguf, smollm2, tmp_path):
     # Reading such a file takes long, so both commands run at once, each on what the other has not made.
     leftover = tmp_path / "new" / ".iha.converting" / "scratch"  # of a run that was killed

@@ -79,7 +79,7 @@ def test_other_recipes_in_public_use_are_not_exact(smollm2, logits64, text, phas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pseudo_heads", "init", "std"), GENERATED[::2])
+@pytest.mark.parametrize(("pseudo_heads", "init", "std"), GENERATED[2:])
 def test_bfloat16_greedy_tokens_part_only_where_rounding_decides(smollm2, tmp_path, pseudo_heads, init, std):
     convert(smollm2, tmp_path / "iha", pseudo_heads, mixing_init=init, mixing_init_std=std, link=True)
     result = compare(smollm2, tmp_path / "iha", torch.bfloat16, PROMPTS[:5], new_tokens=64)

@@ -86,11 +86,14 @@ def test_perplexity_is_one_in_every_way(model, text):
         model.set_attn_implementation(attention)
         ways = {
             "one call": model(ids, use_cache=False).logits,
-            "dynamic": in_chunks(DynamicCache(config=model.config)),
-            "static": in_chunks(StaticCache(config=model.config, max_cache_len=length + 3)),
             "packed": model(packed, position_ids=positions, use_cache=False).logits[:, :length],
-            "padded": model(padded, attention_mask=mask, use_cache=False).logits[:, 5 : 5 + length],
         }
+        if attention != "flex_attention":  # which leaves caches to sdpa, and compiles a kernel for each padding
+            ways |= {
+                "dynamic": in_chunks(DynamicCache(config=model.config)),
+                "static": in_chunks(StaticCache(config=model.config, max_cache_len=length + 3)),
+                "padded": model(padded, attention_mask=mask, use_cache=False).logits[:, 5 : 5 + length],
+            }
         for name, logits in ways.items():
             assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max(), (attention, name)
             assert abs(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]) - loss) <= 1e-5, (attention, name)
