@@ -8,7 +8,7 @@ from pathlib import Path
 
 import lm_eval
 import torch
-from generations import SavingLM
+from generations import VERSIONS, SavingLM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from tables import read_baseline
@@ -44,7 +44,7 @@ def parse(table: str, samples: int, max_new_tokens: int, text: str, arguments: l
     parser.add_argument("--allow_code", action="store_true", help="run code that the model wrote; best in a container")
     parser.add_argument("--baseline", type=Path, help="the --output_dir of another model: differences are shown")
     args = parser.parse_args(arguments)
-    args.table = table
+    args.table, args.versions = table, VERSIONS
     code = [task for task in args.tasks if task in CODE]
     if code and not args.allow_code:
         parser.error(

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 Key = tuple[str, int, int]  # task, problem, sample
+VERSIONS = {name: version(name) for name in ("lm_eval", "torch", "transformers")}  # scores may depend on them
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

@@ -17,7 +17,7 @@ from statistics import mean
 
 import torch
 from accelerate.utils import gather_object
-from generations import SavingLM
+from generations import VERSIONS, SavingLM
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from ruler_material import load
@@ -90,7 +90,8 @@ def main(arguments: list[str] | None = None):
         return
     scores = {task: {str(length): found[task, length] for length in args.lengths} for task in args.tasks}
     settings = ("model", "samples", "seed", "apply_chat_template", "dtype")
-    write(args.output_dir, {**{name: getattr(args, name) for name in settings}, "scores": scores}, args.baseline)
+    made_by = {**{name: getattr(args, name) for name in settings}, "versions": VERSIONS}
+    write(args.output_dir, {**made_by, "scores": scores}, args.baseline)
 
 
 def check_lengths(model: str, lengths: list[int]):

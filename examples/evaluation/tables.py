@@ -45,7 +45,7 @@ def write(args: argparse.Namespace, scores: dict, problems: dict):
     Raises:
         ValueError: the baseline is of another number of problems.
     """
-    settings = {name: getattr(args, name) for name in (*SETTINGS, "model", "seed", "dtype")}
+    settings = {name: getattr(args, name) for name in (*SETTINGS, "model", "seed", "dtype", "versions")}
     results = {**settings, "problems": problems, "scores": scores}
     (args.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     text = markdown(results, args.baseline)

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 from runs import ENVIRONMENT, EXAMPLES, run_here
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, __version__
 
 from conversion_iha import convert
 
@@ -44,6 +44,7 @@ def test_a_model_and_its_conversion_score_alike(smollm2, converted, data, tmp_pa
     assert mine["gsm8k_sampled", 0, 0] != mine["gsm8k_sampled", 0, 1]  # samples, not copies
     assert "(+0.0) |" in said
     results = json.loads((tmp_path / "iha" / "results.json").read_text())
+    assert results["versions"]["transformers"] == __version__
     assert results["problems"] == {"gsm8k": 2} and set(results["scores"]["gsm8k"]) == {"P@1", "Maj@2"}
     assert (tmp_path / "iha" / "results.md").read_text() in said
     assert (tmp_path / "iha" / "results.png").read_bytes().startswith(b"\x89PNG")
