@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 
 from conversion_iha import CheckpointError, convert, verify
 from conversion_iha.destination import MARKER
-from conversion_iha.source import open_source
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 NORM = "model.norm.weight"
