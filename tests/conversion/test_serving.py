@@ -93,6 +93,7 @@ def test_a_streamed_completion_is_the_same_in_pieces(server, folder, answer):
     assert len(pieces) > 5
 
 
+@pytest.mark.slow
 def test_chat_prints_the_answer(server, folder, answer):
     command = [sys.executable, "-m", "transformers.cli.transformers", "chat", folder, f"{server}/v1"]
     command += ["do_sample=False", f"max_new_tokens={NEW_TOKENS}"]
@@ -104,6 +105,7 @@ def test_chat_prints_the_answer(server, folder, answer):
     assert " ".join(answer.split()) in " ".join(run.stdout.split())
 
 
+@pytest.mark.slow
 def test_transformers_serve_itself_knows_its_own_classes_only(folder):
     """Why `iha serve` is there: remote code or not."""
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--trust-remote-code"]

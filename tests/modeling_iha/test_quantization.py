@@ -29,7 +29,6 @@ METHODS = {
     ),
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-ALL_METHODS = pytest.mark.parametrize("method", METHODS)
 MIXING = ("mixer.q_mix", "mixer.k_mix", "mixer.v_mix", "collapse.weight")
 
 
@@ -47,18 +46,15 @@ def folder(smollm2, tmp_path_factory):
     return destination
 
 
+@pytest.fixture(scope="module", params=METHODS)
+def method(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def models(smollm2, folder):
-    """Llama and IHA by method, each quantised as it was loaded."""
-    loaded = {}
-
-    def get(method):
-        if method not in loaded:
-            loaded.clear()
-            loaded[method] = load(smollm2, method), load(folder, method)
-        return loaded[method]
-
-    return get
+def models(method, smollm2, folder):
+    """Llama and IHA, each quantised as it was loaded."""
+    return load(smollm2, method), load(folder, method)
 
 
 def load(folder, method):
@@ -86,9 +82,8 @@ def largest_difference(first, second, prompts):
     return float((first - second).abs().max() / first.abs().max())
 
 
-@ALL_METHODS
 def test_projections_are_quantised_as_llamas_and_mixing_tensors_are_not(models, folder, method):
-    llama, iha = models(method)
+    llama, iha = models
     _, linear_class, dtype = METHODS[method]
     assert len(projections(iha)) == 7 * 30
     assert all(type(module) is linear_class for module in projections(iha).values())
@@ -102,22 +97,19 @@ def test_projections_are_quantised_as_llamas_and_mixing_tensors_are_not(models, 
     assert all(torch.equal(tensor, written[name].to(dtype)) for name, tensor in mixing.items())
 
 
-@ALL_METHODS
 def test_a_converted_model_stays_llamas_when_both_are_quantised(models, prompts, method):
-    llama, iha = models(method)
+    llama, iha = models
     assert largest_difference(llama, iha, prompts) <= TOLERANCE[METHODS[method][2]]
 
 
-@ALL_METHODS
 def test_quantised_models_generate(models, prompts, tokenizer, method):
-    llama, iha = (model.train() for model in models(method))
+    llama, iha = (model.train() for model in models)
     how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
     assert torch.equal(iha.generate(**prompts, **how), llama.generate(**prompts, **how))
     if method != "bitnet":  # which a model must be trained for
         assert "Paris" in tokenizer.decode(iha.eval().generate(**prompts, **how)[0])
 
 
-@ALL_METHODS
 @pytest.mark.slow
 def test_quantised_models_save_and_load(folder, prompts, tmp_path, method):
     model = load(folder, method)

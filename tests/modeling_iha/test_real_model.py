@@ -55,6 +55,7 @@ def test_a_left_padded_batch_gives_what_each_prompt_gives(attention, how, model,
 
 
 @pytest.mark.parametrize("how", ["prompt lookup", "assisted"])
+@pytest.mark.slow
 def test_speculative_decoding_gives_the_greedy_text(how, model, llama, alone):
     extra = {"prompt lookup": {"prompt_lookup_num_tokens": 3}, "assisted": {"assistant_model": llama}}[how]
     for ids, expected in zip(*alone, strict=True):

@@ -30,7 +30,7 @@ def images(model, folder, figures=None, tokenizer=None):
     return {tag: events.Images(tag) for tag in events.Tags()["images"]}
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_at_the_start_at_checkpoints_and_at_the_end(adapter, tokenizer, tmp_path):
     """
     Of an adapter the tensors that are trained, not those that PEFT keeps from before; and the patterns of a model that

@@ -67,6 +67,7 @@ def test_a_pushed_adapter_finds_its_model_on_the_hub(hub, command, tiny_iha, tmp
     assert {name: pushed[name] for name in WEIGHTS} == {name: before[name] for name in WEIGHTS}
 
 
+@pytest.mark.slow
 def test_an_adapter_that_would_name_a_folder_is_not_pushed(hub, command, tmp_path):
     adapter = (*pushing("tester/adapter"), "--train", "lora")
     refused = finish(command(tmp_path / "run", *adapter), hub.environment(tmp_path / "mine"))

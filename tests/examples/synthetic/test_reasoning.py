@@ -161,6 +161,7 @@ def all_runs(folder):
         reasoning.do(folder, *run)
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_to_the_same_results(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     all_runs(whole)
